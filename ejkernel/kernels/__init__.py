@@ -1,0 +1,1 @@
+"""The cores: one folder an op, one file a platform."""

@@ -1,0 +1,45 @@
+"""What is fixed when a call of the gated linear recurrence is traced."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Decay = Literal["none", "constant", "head", "key"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Static facts of one call; the arrays travel beside it, positionally, in this order:
+
+    | array | shape |
+    |---|---|
+    | `query` | `[B, T, H, K]` |
+    | `key` | `[B, T, Hkv, K]` |
+    | `value` | `[B, T, Hkv, V]` |
+    | `log_decay` | by `decay`: `None`; `constant` `[N, H]`; `head` `[B, T, H]`; `key` `[B, T, H, K]` |
+    | `value_log_decay` | `[B, T, H, V]` or `None` |
+    | `initial_state` | `[N, H, K, V]` or `None` for zeros |
+    | `cu_seqlens` | `[N + 1]` with `B = 1`, or `None`: then every row is one sequence and `N = B` |
+
+    and the results are the output `[B, T, H, V]` in `dtype` and the final states `[N, H, K, V]`.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    sequences: int
+    packed: bool
+    decay: Decay
+    value_decay: bool
+    scale: float
+    reverse: bool
+    dtype: np.dtype
+
+    @property
+    def state_dtype(self) -> np.dtype:
+        """States and everything summed over tokens are kept in float32, or float64 for float64 input."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
