@@ -3,8 +3,8 @@
 Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Code below the fronts trusts what passed.
 """
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,315 @@ def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seq
     return cu
 
 
+def static_total(argument: str, total: Any, cu: Any, count: Callable[[np.ndarray], np.integer]) -> int:
+    """How many rows a function of cu_seqlens returns: `total`, or what `count` says of its lengths if known."""
+    needed = int(count(np.diff(np.asarray(cu)))) if is_concrete(cu) else None
+    if total is None:
+        if needed is None:
+            what = argument.removeprefix("total_")
+            fail(argument, "None with a traced cu_seqlens", f"{argument}=, the number of {what} known when tracing")
+        return needed
+    if isinstance(total, bool) or not isinstance(total, int | np.integer) or total < 0:
+        fail(argument, repr(total) if is_concrete(total) else "a traced value", "an int of at least 0")
+    if needed is not None and total < needed:
+        fail(argument, total, f"at least the {needed} that cu_seqlens has")
+    return int(total)
+
+
+def positive_int(argument: str, x: Any) -> int:
+    """`x`, an int of at least 1 known when tracing."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1:
+        fail(argument, repr(x) if is_concrete(x) else "a traced value", "an int of at least 1")
+    return int(x)
+
+
+def power_of_two(argument: str, x: Any) -> int:
+    """`x`, one of 1, 2, 4, … known when tracing."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1 or x & (x - 1):
+        fail(argument, repr(x) if is_concrete(x) else "a traced value", "a power of two")
+    return int(x)
+
+
+def integer_dtype(argument: str, dtype: Any) -> np.dtype:
+    """`dtype`, if it is an integer one."""
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
+        raise TypeError(f"{argument}: got {jnp.dtype(dtype)}; expected an integer dtype")
+    return jnp.dtype(dtype)
+
+
+def token_mask(mask: Any) -> jax.Array:
+    """`mask` as a bool array `[B, T]`; integers count as True unless they are 0."""
+    mask = array("mask", mask)
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"mask: got dtype {mask.dtype}; expected bool")
+    if mask.ndim != 2:
+        fail("mask", f"shape {mask.shape}", "[B, T]")
+    return mask != 0
+
+
+def time_series(argument: str, x: Any, ranks: Sequence[int], head_first: bool) -> jax.Array:
+    """`x` as the floating-point input of a sum along time, of one of `ranks`."""
+    x = floating(argument, x)
+    layout = "B H T S" if head_first else "B T H S"
+    Dims().match(argument, x, *(layout[: 2 * rank - 1] for rank in ranks))
+    return x
+
+
+def one_row(batch: int) -> None:
+    """Packed sequences share a single row."""
+    if batch != 1:
+        fail("cu_seqlens", f"a batch of {batch}", "batch 1, as packed sequences share one row")
+
+
 def grouped_heads(heads: int, kv_heads: int) -> None:
     """Each key/value head serves the same number of query heads."""
     if kv_heads == 0 or heads % kv_heads:
         fail("key", f"{kv_heads} heads", f"a divisor of query's {heads} heads")
+
+
+def real(argument: str, x: Any) -> float:
+    """`x` as a float known now; a traced value or anything that is no real number is a `TypeError`."""
+    if not is_concrete(x):
+        raise TypeError(f"{argument}: got a traced value; expected a number known when tracing (a static argument)")
+    if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
+        raise TypeError(f"{argument}: got {type(x).__name__}; expected a number")
+    return float(x)
+
+
+def flag(argument: str, x: Any) -> bool:
+    """`x` as a bool known now."""
+    if not isinstance(x, bool | np.bool_):
+        what = type(x).__name__ if is_concrete(x) else "a traced value"
+        raise TypeError(f"{argument}: got {what}; expected True or False, known when tracing")
+    return bool(x)
+
+
+def floating_dtype(argument: str, dtype: Any) -> np.dtype:
+    """`dtype` as a floating-point NumPy dtype."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{argument}: got {dtype!r}; expected a floating-point dtype") from None
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{argument}: got {found}; expected a floating-point dtype")
+    return found
+
+
+def positive(argument: str, x: Any) -> float:
+    """`x` as a float above 0 known now."""
+    x = real(argument, x)
+    if not x > 0:
+        fail(argument, x, "a number above 0")
+    return x
+
+
+def scalar(argument: str, x: Any) -> jax.Array:
+    """`x` as a floating array of one number and no dimensions."""
+    x = floating(argument, x)
+    if x.size != 1:
+        fail(argument, f"shape {x.shape}", "one number")
+    return x.reshape(())
+
+
+def attention_inputs(dims: Dims, query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three arrays of attention, whose sizes `dims` learns."""
+    query, key, value = floating("query", query), floating("key", key), floating("value", value)
+    dims.match("query", query, "B S H D")
+    dims.match("key", key, "B L Hkv D")
+    dims.match("value", value, "B L Hkv Dv")
+    grouped_heads(dims["H"], dims["Hkv"])
+    return query, key, value
+
+
+def unbatched(argument: str, x: Any) -> jax.Array:
+    """`x`, a packed stream `[T, heads, dim]`, as a batch of one row."""
+    x = array(argument, x)
+    if x.ndim != 3:
+        fail(argument, f"shape {x.shape}", "[tokens, heads, dim], of rank 3 as query is")
+    return x[None]
+
+
+def packed_borders(query: Any, key: Any, cu: Any, cu_kv: Any) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """`cu_seqlens` and `cu_seqlens_kv` as int32, the one standing in for the other; `None` if nothing is packed."""
+    if cu is None:
+        if cu_kv is not None:
+            fail("cu_seqlens_kv", "borders of keys alone", "cu_seqlens beside it")
+        return None, None
+    query, key = array("query", query), array("key", key)
+    if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[0] != 1):
+        fail("query", f"shape {query.shape}", "[1, S, H, D] or [S, H, D], as cu_seqlens packs one row")
+    if key.ndim != query.ndim:
+        fail("key", f"shape {key.shape}", f"rank {query.ndim}, as query has")
+    borders = cu_seqlens(cu, query.shape[-3])
+    if cu_kv is None:
+        # they stand for the keys too, and must fit them
+        borders_kv = cu_seqlens(cu, key.shape[-3])
+    else:
+        borders_kv = cu_seqlens(cu_kv, key.shape[-3], "cu_seqlens_kv")
+    if borders.shape != borders_kv.shape:
+        fail("cu_seqlens_kv", f"{borders_kv.shape[0] - 1} sequences", f"the {borders.shape[0] - 1} of cu_seqlens")
+    if borders.shape[0] == 1:  # no sequences at all: one empty one is the same and spares a case
+        borders, borders_kv = jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
+    return borders.astype(jnp.int32), borders_kv.astype(jnp.int32)
+
+
+def query_offset(offset: Any, rows: int) -> jax.Array | None:
+    """`offset` as int32 `[1]` or `[rows]`, `None` if it is 0."""
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        return None if offset == 0 else jnp.full(1, offset, jnp.int32)
+    offset = array("query_offset", offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"query_offset: got dtype {offset.dtype}; expected an integer dtype")
+    if offset.shape not in ((), (1,), (rows,)):
+        fail("query_offset", f"shape {offset.shape}", f"one int, or [{rows}]: one for each row or packed sequence")
+    return offset.reshape(-1).astype(jnp.int32)
+
+
+def attention_mask(dims: Dims, mask: Any) -> jax.Array:
+    """`mask` as a bool array that broadcasts to `[B, H, S, L]`, or does with its heads repeated by group."""
+    mask = array("attention_mask", mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"attention_mask: got dtype {mask.dtype}; expected bool, True where a query may attend")
+    dims.match("attention_mask", mask, "1|B 1|H|Hkv 1|S 1|L")
+    return mask
+
+
+def attention_bias(dims: Dims, bias: Any, argument: str = "bias") -> jax.Array:
+    """`bias` as a floating array that broadcasts to `[B, H, S, L]`, or does with its heads repeated by group."""
+    bias = floating(argument, bias)
+    if bias.ndim == 4 and bias.shape[1] not in (1, dims["H"], dims["Hkv"]):
+        raise NotImplementedError(
+            f"{argument}: got {bias.shape[1]} heads; expected 1, Hkv={dims['Hkv']} or H={dims['H']}"
+        )
+    dims.match(argument, bias, "1|B 1|H|Hkv 1|S 1|L")
+    return bias
+
+
+def sinks(dims: Dims, logits: Any) -> jax.Array:
+    """`logits` as `[1 or Hkv or H, sinks]`."""
+    logits = floating("softmax_aux", logits)
+    dims.match("softmax_aux", logits, "sinks", "1|H|Hkv sinks")
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def block_sizes(sizes: Any) -> tuple[int, int]:
+    """`sizes` as how many queries and how many keys a block has."""
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+        fail("block_sizes", repr(sizes), "(queries, keys)")
+    return positive_int("block_sizes", sizes[0]), positive_int("block_sizes", sizes[1])
+
+
+def sliding_window(window: Any) -> tuple[int, int] | None:
+    """`window` as how far to the left and to the right of its own position a query sees."""
+    if window is None:
+        return None
+    bounds = window if isinstance(window, tuple | list) else (window, window)
+    if len(bounds) != 2:
+        fail("sliding_window", f"{len(bounds)} bounds", "one bound or (left, right)")
+    for bound in bounds:
+        if isinstance(bound, bool) or not isinstance(bound, int | np.integer):
+            what = type(bound).__name__ if is_concrete(bound) else "a traced value"
+            raise TypeError(f"sliding_window: got {what}; expected an int or a pair of them, known when tracing")
+        if bound < 0:
+            fail("sliding_window", bound, "bounds of at least 0")
+    # no position differs by as much, and sums with one stay within int32
+    return min(int(bounds[0]), 2**30), min(int(bounds[1]), 2**30)
+
+
+def dropout(deterministic: Any, probability: Any, key: Any) -> tuple[float, jax.Array | None]:
+    """The probability of dropping a weight, 0 if none is to be dropped, and the key to draw with."""
+    probability = real("dropout_prob", probability)
+    if not 0 <= probability < 1:
+        fail("dropout_prob", probability, "a probability in [0, 1)")
+    if flag("deterministic", deterministic) or probability == 0:
+        return 0.0, None
+    if key is None:
+        fail("dropout_rng", None, "a key, as deterministic=False and dropout_prob is above 0")
+    key = array("dropout_rng", key)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype != np.uint32:
+        raise TypeError(
+            f"dropout_rng: got dtype {key.dtype}; expected jax.random.key(seed) or jax.random.PRNGKey(seed)"
+        )
+    if (typed and key.shape != ()) or (not typed and key.shape not in ((2,), (4,))):
+        fail("dropout_rng", f"shape {key.shape}", f"one key, of shape {'[]' if typed else '[2]'}")
+    return probability, key
+
+
+class LinearAttention(NamedTuple):
+    """The arrays of `recurrent`, checked, with a batch dimension, and what follows from their shapes."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    g: jax.Array | None
+    g_gamma: jax.Array | None
+    gk: jax.Array | None
+    gv: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
+    sequences: int
+    unbatched: bool
+
+    @property
+    def state_dtype(self) -> np.dtype:
+        """What states are kept in and gates are added in."""
+        return np.dtype(np.float64 if self.query.dtype == np.float64 else np.float32)
+
+
+def linear_attention(
+    query: Any, key: Any, value: Any, g: Any, g_gamma: Any, gk: Any, gv: Any, initial_state: Any, borders: Any
+) -> LinearAttention:
+    """The arguments of `recurrent`; `borders` is its `cu_seqlens`."""
+    packed = borders is not None
+    query = floating("query", query)
+    unbatched = packed and query.ndim == 3
+    lead = "T" if unbatched else "B T"
+    dims = Dims()
+    dims.match("query", query, f"{lead} H K")
+    arrays = {"query": query}
+    for name, x, pattern in (
+        ("key", key, f"{lead} Hkv K"),
+        ("value", value, f"{lead} Hkv V"),
+        ("g", g, f"{lead} H 1|K"),
+        ("gk", gk, f"{lead} H 1|K"),
+        ("gv", gv, f"{lead} H 1|V"),
+    ):
+        if x is not None or name in ("key", "value"):
+            arrays[name] = floating(name, x)
+            dims.match(name, arrays[name], pattern)
+    grouped_heads(dims["H"], dims["Hkv"])
+    rows = "B"
+    if packed:
+        if not unbatched and dims["B"] != 1:
+            fail("cu_seqlens", f"a batch of {dims['B']}", "packed sequences in [1, T, …] or [T, …] arrays")
+        borders = cu_seqlens(borders, dims["T"])
+        rows, dims.sizes["N"] = "N", borders.shape[0] - 1
+    if g_gamma is not None:
+        g_gamma = floating("g_gamma", g_gamma)
+        dims.match("g_gamma", g_gamma, "H", f"1|{rows} H")
+    if initial_state is not None:
+        initial_state = floating("initial_state", initial_state)
+        dims.match("initial_state", initial_state, "H K V", f"{rows} H K V")
+    if unbatched:
+        arrays = {name: x[None] for name, x in arrays.items()}
+    tokens = [arrays.get(name) for name in ("query", "key", "value", "g", "gk", "gv")]
+    query, key, value, g, gk, gv = tokens
+    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, dims[rows], unbatched)
+
+
+def heads(query: Any) -> int:
+    """The number of query heads, before anything else is known of the call."""
+    query = floating("query", query)
+    if query.ndim not in (3, 4):
+        fail("query", f"shape {query.shape}", "[B, T, H, K], or [T, H, K] with cu_seqlens")
+    return int(query.shape[-2])
+
+
+def gate_per_head(g: Any, query: Any) -> jax.Array:
+    """`g`, one number a head and token, with a last dimension of 1."""
+    g = floating("g", g)
+    heads(query)
+    if g.shape != query.shape[:-1]:
+        fail("g", f"shape {g.shape}", f"{query.shape[:-1]}, one number for each token and head of query")
+    return g[..., None]
