@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: test lint docs bench clean
 
 test: lint $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,3 +1,26 @@
 """Attention kernels for JAX: gated linear recurrences and softmax attention, packed, exact and fast."""
 
+from ejkernel import xla_utils
+from ejkernel.attention import attention, flash_attention
+from ejkernel.linear_attention import (
+    lightning_attn,
+    linear_attention,
+    recurrent,
+    recurrent_gla,
+    retention,
+    simple_gla,
+)
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "attention",
+    "flash_attention",
+    "lightning_attn",
+    "linear_attention",
+    "recurrent",
+    "recurrent_gla",
+    "retention",
+    "simple_gla",
+    "xla_utils",
+]

@@ -55,8 +55,13 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    chosen = choose(implementations, call, platform)
-    branches = {device: functools.partial(each.run, call) for device, each in chosen.items()}
+    return _run(tuple(choose(implementations, call, platform).items()), call, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any) -> Any:
+    # under jit so that a plain call compiles once too, whatever the arrays' values
+    branches = {device: functools.partial(each.run, call) for device, each in chosen}
     if list(branches) == ["default"]:
         return branches["default"](*arrays)
     return jax.lax.platform_dependent(*arrays, **branches)

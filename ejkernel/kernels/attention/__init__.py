@@ -1,0 +1,7 @@
+"""Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`), fastest first."""
+
+from ejkernel._dispatch import Implementation
+from ejkernel.kernels.attention import reference, xla
+
+ATTENTION = (Implementation("xla", devices=None, supports=lambda call: None, run=reference.run),)
+FLASH_ATTENTION = (Implementation("xla", devices=None, supports=lambda call: None, run=xla.run),)

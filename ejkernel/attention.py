@@ -1,0 +1,292 @@
+"""Softmax attention: `attention`, which returns its weights, and `flash_attention`, which never holds them all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int, Key, UInt32
+
+from ejkernel import _checks
+from ejkernel._dispatch import dispatch
+from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
+from ejkernel.kernels.attention._call import Call
+
+__all__ = ["attention", "flash_attention"]
+
+QKV = ("query", "key", "value")
+
+
+def attention(
+    query: Float[Array, "B S H D"],
+    key: Float[Array, "B L Hkv D"],
+    value: Float[Array, "B L Hkv Dv"],
+    attention_mask: Bool[Array, "B heads S L"] | None = None,
+    bias: Float[Array, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[Array, "B heads S L"]] | None = None,
+    deterministic: bool = True,
+    dropout_rng: Key[Array, ""] | UInt32[Array, "2"] | None = None,
+    softmax_aux: Float[Array, "heads sinks"] | Float[Array, " sinks"] | None = None,
+    softmax_scale: float | Array | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: DTypeLike | None = jnp.bfloat16,
+    softmax_dtype: DTypeLike | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    *,
+    platform: str | None = None,
+) -> tuple[Float[Array, "B S H Dv"], Float[Array, "B H S L"]]:
+    """Softmax attention that returns its weights beside its output.
+
+    In this order, per head:
+
+        scores  = softmax_scale · query keyᵀ
+        scores  = logits_soft_cap · tanh(scores / logits_soft_cap)            if there is a cap
+        scores  = scores + bias                                               if there is a bias
+        scores  = -inf where attention_mask, causal or sliding_window rules the pair out
+        weights = exp(scores) / (Σ_keys exp(scores) + Σ_sinks exp(softmax_aux))
+        weights = dropout(weights)
+        output  = weights value
+
+    A query that may attend nowhere gets weights 0, output 0 and gradient 0. A key that no query of its row may attend
+    to, and a query that may attend nowhere, have no effect on anything even where they are NaN; the NaN of a key
+    that some query of its row attends to reaches all of that row, and never another row.
+
+    Args:
+        query: `[B, S, H, D]`.
+        key: `[B, L, Hkv, D]`, `H` a multiple of `Hkv`: key/value head `j` serves query heads `j·H/Hkv …`.
+        value: `[B, L, Hkv, Dv]`.
+        attention_mask: bool `[B, H | Hkv | 1, S, L]`, True where the query may attend; any axis may be 1 and is
+            broadcast. Ignored if there is a bias.
+        bias: `[B, H | Hkv | 1, S, L]`, broadcast likewise; may hold `-inf`.
+        init_bias: Called for a bias if neither `attention_mask` nor `bias` is given.
+        deterministic: Leaves dropout out.
+        dropout_rng: The key that dropout draws with, from `jax.random.key` or `jax.random.PRNGKey`.
+        softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator.
+        softmax_scale: `None` is `D**-0.5`. An array (a learned scale, say) has a gradient.
+        logits_soft_cap: Above 0, or `None` for no cap.
+        dtype: Of both results; `None` is the query's.
+        softmax_dtype: `None` is float32, or float64 where an input is float64.
+        dropout_prob: In `[0, 1)`. Every weight is dropped by a draw of its own; kept ones are divided by
+            `1 - dropout_prob`.
+        causal: A query sees keys up to its own position, both counted from 0.
+        sliding_window: `w` or `(left, right)`: query `q` sees keys `q - left … q + right`.
+        platform: Forces an implementation: `"xla"`.
+
+    Returns:
+        The output `[B, S, H, Dv]` and the weights `[B, H, S, L]` after dropout. Matmuls are summed in float32, or
+        float64 for float64 input.
+
+    >>> import jax
+    >>> from ejkernel import attention
+    >>> query = jax.random.normal(jax.random.key(0), (1, 3, 4, 8))
+    >>> key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 2, 8))
+    >>> output, weights = attention(query, key, value, causal=True, dtype=None)
+    >>> output.shape, weights.shape
+    ((1, 3, 4, 8), (1, 4, 3, 3))
+    >>> print(weights.sum(-1)[0, 0], weights[0, 0, 0])
+    [1. 1. 1.] [1. 0. 0.]
+    """
+    call, arrays = _bind(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        init_bias,
+        deterministic,
+        dropout_rng,
+        softmax_aux,
+        softmax_scale,
+        logits_soft_cap,
+        dtype,
+        softmax_dtype,
+        dropout_prob,
+        causal,
+        sliding_window,
+    )
+    return dispatch(ATTENTION, call, *arrays, platform=platform)
+
+
+def flash_attention(
+    query: Float[Array, "B S H D"],
+    key: Float[Array, "B L Hkv D"],
+    value: Float[Array, "B L Hkv Dv"],
+    attention_mask: Bool[Array, "B heads S L"] | None = None,
+    bias: Float[Array, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[Array, "B heads S L"]] | None = None,
+    deterministic: bool = True,
+    dropout_rng: Key[Array, ""] | UInt32[Array, "2"] | None = None,
+    softmax_aux: Float[Array, "heads sinks"] | Float[Array, " sinks"] | None = None,
+    softmax_scale: float | Array | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: DTypeLike | None = jnp.bfloat16,
+    softmax_dtype: DTypeLike | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    *,
+    cu_seqlens: Int[Array, " borders"] | None = None,
+    cu_seqlens_kv: Int[Array, " borders"] | None = None,
+    query_offset: int | Int[Array, "..."] = 0,
+    return_lse: bool = False,
+    block_sizes: tuple[int, int] | None = None,
+    platform: str | None = None,
+) -> Any:
+    """Softmax attention that never holds all its weights: memory grows with the tokens, not with their square.
+
+    The output of `attention` for the same arguments, dropout included, computed a block of queries and keys at a time
+    with the online softmax. Keys that causality, the window or packing put out of sight cost nothing. Gradients
+    recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a bias given as one.
+
+    A NaN or inf in one row or packed sequence never reaches another.
+
+    Args:
+        query: `[B, S, H, D]`; packed, `[1, S, H, D]` or `[S, H, D]`.
+        key: `[B, L, Hkv, D]`, and packed likewise.
+        value: `[B, L, Hkv, Dv]`, and packed likewise.
+        attention_mask: As in `attention`; packed, its queries and keys are those of the whole stream.
+        bias: As in `attention`, and packed likewise. Its gradient has its shape.
+        init_bias: As in `attention`.
+        deterministic: As in `attention`.
+        dropout_rng: As in `attention`. What is dropped depends on the key and the weight's place alone.
+        softmax_aux: As in `attention`.
+        softmax_scale: As in `attention`.
+        logits_soft_cap: As in `attention`.
+        dtype: Of the output; `None` is the query's.
+        softmax_dtype: As in `attention`.
+        dropout_prob: As in `attention`.
+        causal: As in `attention`; packed, positions count from 0 in every sequence.
+        sliding_window: As in `attention`, and packed likewise.
+        cu_seqlens: `[N + 1]`, where each of `N` packed sequences of queries begins and the last ends. Sequences may be
+            empty. Queries past the end are padding: output 0, no gradient, no effect.
+        cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.
+        query_offset: Where the first query stands among the keys, counted from 0, for `causal` and `sliding_window`:
+            what came before in decoding or chunked prefill. One int, or one for each row or packed sequence.
+        return_lse: Return the log of the softmax's denominator too.
+        block_sizes: How many queries and how many keys XLA takes at a time; `None` leaves it to the library.
+        platform: Forces an implementation: `"xla"`, `"cudnn"`.
+
+    Returns:
+        The output, `[B, S, H, Dv]` or packed `[S, H, Dv]` as the query came. With `return_lse` also
+        `log(Σ_keys exp(scores) + Σ_sinks exp(softmax_aux))`, `[B, S, H]` in float32 (float64 for float64 input), which
+        is differentiable and `-inf` where there is nothing to sum.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from ejkernel import flash_attention
+    >>> query = jax.random.normal(jax.random.key(0), (9, 4, 8))
+    >>> key, value = jax.random.normal(jax.random.key(1), (2, 9, 2, 8))
+    >>> packed = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=jnp.array([0, 3, 9]))
+    >>> alone = flash_attention(query[None, 3:], key[None, 3:], value[None, 3:], causal=True, dtype=None)
+    >>> packed.shape, bool(jnp.allclose(packed[3:], alone[0], atol=1e-6))
+    ((9, 4, 8), True)
+    """
+    borders, borders_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv)
+    unbatched = borders is not None and query.ndim == 3
+    if unbatched:
+        query, key, value = (_checks.unbatched(name, x) for name, x in zip(QKV, (query, key, value), strict=True))
+    call, arrays = _bind(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        init_bias,
+        deterministic,
+        dropout_rng,
+        softmax_aux,
+        softmax_scale,
+        logits_soft_cap,
+        dtype,
+        softmax_dtype,
+        dropout_prob,
+        causal,
+        sliding_window,
+    )
+    sequences = None if borders is None else borders.shape[0] - 1
+    offset = _checks.query_offset(query_offset, call.batch if sequences is None else sequences)
+    call = replace(
+        call,
+        sequences=sequences,
+        offset=offset is not None,
+        return_lse=_checks.flag("return_lse", return_lse),
+        block_sizes=None if block_sizes is None else _checks.block_sizes(block_sizes),
+    )
+    results = dispatch(FLASH_ATTENTION, call, *arrays, borders, borders_kv, offset, platform=platform)
+    output, lse = (each[0] for each in results) if unbatched else results
+    return (output, lse) if return_lse else output
+
+
+def _bind(
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    bias: Any,
+    init_bias: Any,
+    deterministic: Any,
+    dropout_rng: Any,
+    softmax_aux: Any,
+    softmax_scale: Any,
+    logits_soft_cap: Any,
+    dtype: Any,
+    softmax_dtype: Any,
+    dropout_prob: Any,
+    causal: Any,
+    sliding_window: Any,
+) -> tuple[Call, tuple[Array | None, ...]]:
+    """The arguments, checked, as the static facts and the arrays of a call."""
+    dims = _checks.Dims()
+    query, key, value = _checks.attention_inputs(dims, query, key, value)
+    mask, bias = _mask_or_bias(dims, attention_mask, bias, init_bias)
+    sinks = None if softmax_aux is None else _checks.sinks(dims, softmax_aux)
+    probability, dropout_key = _checks.dropout(deterministic, dropout_prob, dropout_rng)
+    left, right = _checks.sliding_window(sliding_window) or (None, None)
+    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    if isinstance(softmax_scale, Array):
+        # a learned scale has a gradient, which only arrays carry
+        factor = _checks.scalar("softmax_scale", softmax_scale)
+        query, softmax_scale = (query.astype(wide) * factor.astype(wide)).astype(query.dtype), 1.0
+    call = Call(
+        batch=dims["B"],
+        queries=dims["S"],
+        keys=dims["L"],
+        heads=dims["H"],
+        kv_heads=dims["Hkv"],
+        key_dim=dims["D"],
+        value_dim=dims["Dv"],
+        query_dtype=np.dtype(query.dtype),
+        key_dtype=np.dtype(key.dtype),
+        value_dtype=np.dtype(value.dtype),
+        scale=_checks.real("softmax_scale", max(dims["D"], 1) ** -0.5 if softmax_scale is None else softmax_scale),
+        soft_cap=None if logits_soft_cap is None else _checks.positive("logits_soft_cap", logits_soft_cap),
+        left=left,
+        right=0 if _checks.flag("causal", causal) else right,
+        mask_shape=None if mask is None else mask.shape,
+        bias_shape=None if bias is None else bias.shape,
+        bias_dtype=None if bias is None else np.dtype(bias.dtype),
+        sinks=None if sinks is None else sinks.shape[-1],
+        dropout=probability,
+        dtype=np.dtype(query.dtype) if dtype is None else _checks.floating_dtype("dtype", dtype),
+        softmax_dtype=np.dtype(wide)
+        if softmax_dtype is None
+        else _checks.floating_dtype("softmax_dtype", softmax_dtype),
+    )
+    return call, (query, key, value, mask, bias, sinks, dropout_key)
+
+
+def _mask_or_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:
+    """The one of the two that counts: a bias overrides the mask, and either spares the call of `init_bias`."""
+    if bias is not None:
+        return None, _checks.attention_bias(dims, bias)
+    if mask is not None:
+        return _checks.attention_mask(dims, mask), None
+    if init_bias is None:
+        return None, None
+    if not callable(init_bias):
+        raise TypeError(f"init_bias: got {type(init_bias).__name__}; expected a function without arguments")
+    return None, _checks.attention_bias(dims, init_bias(), "init_bias()")

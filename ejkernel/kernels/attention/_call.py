@@ -1,0 +1,69 @@
+"""What is fixed when a call of softmax attention is traced."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Call:
+    """Static facts of one call; the arrays travel beside it, positionally, in this order:
+
+    | array | shape |
+    |---|---|
+    | `query` | `[B, S, H, D]` |
+    | `key` | `[B, L, Hkv, D]` |
+    | `value` | `[B, L, Hkv, Dv]` |
+    | `mask` | bool `[1 or B, 1 or Hkv or H, 1 or S, 1 or L]`, or `None` |
+    | `bias` | floating, shaped as `mask`, or `None` |
+    | `sinks` | `[1 or Hkv or H, sinks]` or `None` |
+    | `dropout_key` | one key, typed or raw, if `dropout` is above 0 |
+    | `cu_seqlens`, `cu_seqlens_kv` | `[N + 1]` with `B = 1`, or `None` (`flash_attention` only) |
+    | `query_offset` | int32 `[1]`, `[B]` or packed `[N]`, or `None` for 0 (`flash_attention` only) |
+
+    At most one of `mask` and `bias` is there. `left` and `right` bound the keys that a query sees by their distance,
+    `None` being no bound; `causal` and the window both end up in them.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    query_dtype: np.dtype
+    key_dtype: np.dtype
+    value_dtype: np.dtype
+    scale: float
+    soft_cap: float | None
+    left: int | None
+    right: int | None
+    mask_shape: tuple[int, ...] | None
+    bias_shape: tuple[int, ...] | None
+    bias_dtype: np.dtype | None
+    sinks: int | None
+    dropout: float
+    dtype: np.dtype
+    softmax_dtype: np.dtype
+    sequences: int | None = None  # packed in one row
+    offset: bool = False
+    return_lse: bool = False
+    block_sizes: tuple[int, int] | None = None  # of queries and of keys
+
+    @property
+    def groups(self) -> int:
+        """How many query heads each key/value head serves."""
+        return self.heads // self.kv_heads
+
+    @property
+    def wide(self) -> np.dtype:
+        """What is summed is summed in float32, or in float64 if anything is float64."""
+        parts = (self.query_dtype, self.key_dtype, self.value_dtype, self.softmax_dtype)
+        return np.dtype(np.float64 if np.dtype(np.float64) in parts else np.float32)
+
+    @property
+    def residual_dtype(self) -> np.dtype:
+        """The output's dtype before the one asked for: narrower than the values, it would spoil the gradients."""
+        return np.dtype(jnp.promote_types(self.dtype, self.value_dtype))

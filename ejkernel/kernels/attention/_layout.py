@@ -1,0 +1,77 @@
+"""Which keys each query may see, and queries laid out in blocks that never mix two packed sequences."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels.attention._call import Call
+
+
+def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) -> tuple[Array, Array]:
+    """First and one past the last key that position allows each query, `[1 or B, S]`; equal where there is none.
+
+    Causality, windows, packing, padding and `query_offset` all come down to this one interval a query.
+    """
+    token = jnp.arange(call.queries, dtype=jnp.int32)[None]
+    if cu is None or cu_kv is None:
+        first, last = jnp.zeros_like(token), jnp.full_like(token, call.keys)
+        place = token + offset.reshape(-1, 1)
+    else:
+        sequence, inside = _sequence(cu, token)
+        first, last = cu_kv[sequence], jnp.where(inside, cu_kv[sequence + 1], 0)
+        place = token - cu[sequence] + first + jnp.broadcast_to(offset, (cu.shape[0] - 1,))[sequence]
+    start = first if call.left is None else jnp.maximum(first, place - call.left)
+    stop = last if call.right is None else jnp.minimum(last, place + call.right + 1)
+    start, stop = jnp.broadcast_arrays(start, stop)
+    return jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens in `count` blocks of `size`; `source` and `place` say where from and to if sequences are packed."""
+
+    size: int
+    count: int
+    source: Array | None  # [count, size]: the token that stands there, past the end if none does
+    place: Array | None  # [S]: where a token stands in all blocks one after another, past the end if nowhere
+
+    def split(self, x: Array, axis: int) -> Array:
+        """`[…, S, …]` to `[count, …, size, …]`, 0 where no token stands."""
+        if self.source is None:
+            padding = [(0, 0)] * x.ndim
+            padding[axis] = (0, self.count * self.size - x.shape[axis])
+            x = jnp.pad(x, padding)
+        else:
+            x = jnp.take(x, self.source.reshape(-1), axis, mode="fill", fill_value=0)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], self.count, self.size, *x.shape[axis + 1 :]), axis, 0)
+
+    def join(self, x: Array, axis: int, tokens: int) -> Array:
+        """The inverse of `split`; tokens that stand in no block get 0."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], self.count * self.size, *x.shape[axis + 2 :])
+        if self.place is None:
+            return jnp.take(x, jnp.arange(tokens), axis) if tokens < x.shape[axis] else x
+        return jnp.take(x, self.place, axis, mode="fill", fill_value=0)
+
+
+def layout(call: Call, size: int, cu: Array | None) -> Layout:
+    """Blocks of `size` queries; packed, each block belongs to one sequence."""
+    if cu is None:
+        return Layout(size, -(-call.queries // size), None, None)
+    count = call.queries // size + cu.shape[0] - 1
+    blocks = jnp.concatenate([jnp.zeros(1, cu.dtype), jnp.cumsum(-(-jnp.diff(cu) // size), dtype=cu.dtype)])
+    block = jnp.arange(count, dtype=cu.dtype)
+    owner, real = _sequence(blocks, block)
+    source = (cu[owner] + (block - blocks[owner]) * size)[:, None] + jnp.arange(size, dtype=cu.dtype)
+    source = jnp.where(real[:, None] & (source < cu[owner + 1][:, None]), source, call.queries)
+    token = jnp.arange(call.queries, dtype=cu.dtype)
+    owner, real = _sequence(cu, token)
+    return Layout(size, count, source, jnp.where(real, blocks[owner] * size + token - cu[owner], count * size))
+
+
+def _sequence(borders: Array, position: Array) -> tuple[Array, Array]:
+    """Which of the sequences between `borders` holds `position`, and whether one does rather than none."""
+    found = jnp.searchsorted(borders[1:], position, side="right", method="compare_all").astype(borders.dtype)
+    last = borders.shape[0] - 2
+    return jnp.minimum(found, last), found <= last

@@ -1,0 +1,169 @@
+"""A call of blockwise attention taken apart: blocks of queries, and for each the blocks of keys in its sight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention._layout import Layout, layout, seen_keys
+from ejkernel.kernels.attention._masks import by_group, live
+
+Carry = TypeVar("Carry")
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, as `Call` lists them."""
+
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | None
+    bias: Array | None
+    sinks: Array | None
+    dropout_key: Array | None
+    cu_seqlens: Array | None
+    cu_seqlens_kv: Array | None
+    query_offset: Array | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call with heads before tokens and split by group, and its queries in blocks."""
+
+    call: Call
+    query: Array  # [B, Hkv, G, S, D]
+    key: Array  # [B, Hkv, L, D]
+    value: Array  # [B, Hkv, L, Dv]
+    mask: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1|L]
+    bias: Array | None
+    sinks: Array | None  # [1, 1|Hkv, 1|G, 1, sinks]
+    dropout_key: Array | None
+    alive: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1]: queries that the mask leaves a key
+    seen: Array | None  # [1|B, 1|Hkv, 1|L, 1]: keys that the mask leaves a query
+    real: Array  # [1|B, 1, 1, S]: queries that position leaves a key
+    padding: Array | None  # [S]: tokens past the last packed sequence
+    layout: Layout
+    key_size: int
+    rows: "Rows"  # of every block, stacked
+
+
+class Rows(NamedTuple):
+    """A block of queries: their tokens, and the first and one past the last key that each sees."""
+
+    token: Array  # [Bq]
+    start: Array  # [1|B, Bq]
+    stop: Array  # [1|B, Bq]
+
+    @property
+    def real(self) -> Array:
+        """Queries that position leaves a key, `[1|B, 1, 1, Bq, 1]`."""
+        return (self.start < self.stop)[:, None, None, :, None]
+
+
+class Columns(NamedTuple):
+    """A block of keys, and which pairs of it and a block of queries may attend."""
+
+    at: Array  # where it begins
+    position: Array  # [Bk]
+    new: Array  # [Bk, 1]: keys in sight of some query of the block, and not visited before
+    key: Array  # [B, Hkv, Bk, D], 0 where not new
+    value: Array  # [B, Hkv, Bk, Dv], 0 where not new
+    allowed: Array  # broadcasts to [B, Hkv, G, Bq, Bk]
+    bias: Array | None  # broadcasts to [B, Hkv, G, Bq, Bk]
+
+
+def problem(call: Call, inputs: Inputs) -> Problem:
+    """`inputs` taken apart."""
+    query, key, value = heads_first(call, inputs.query), inputs.key.swapaxes(1, 2), inputs.value.swapaxes(1, 2)
+    mask = None if inputs.mask is None else by_group(call, inputs.mask, 1)
+    alive = seen = None
+    if mask is not None:
+        # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
+        alive, seen = live(mask)
+        query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    query_size, key_size = block_sizes(call)
+    blocks = layout(call, query_size, inputs.cu_seqlens)
+    offset = jnp.zeros(1, jnp.int32) if inputs.query_offset is None else inputs.query_offset
+    start, stop = seen_keys(call, inputs.cu_seqlens, inputs.cu_seqlens_kv, offset)
+    token = jnp.arange(call.queries)
+    return Problem(
+        call,
+        query,
+        key,
+        value,
+        mask,
+        None if inputs.bias is None else by_group(call, inputs.bias, 1),
+        None if inputs.sinks is None else by_group(call, inputs.sinks, 0)[None, :, :, None].astype(call.wide),
+        inputs.dropout_key,
+        alive,
+        seen,
+        (start < stop)[:, None, None],
+        None if inputs.cu_seqlens is None else token >= inputs.cu_seqlens[-1],
+        blocks,
+        key_size,
+        Rows(blocks.split(token, 0), blocks.split(start, 1), blocks.split(stop, 1)),
+    )
+
+
+def block_sizes(call: Call) -> tuple[int, int]:
+    """How many queries and keys a block has."""
+    queries, keys = call.block_sizes or (256, 512)
+    if call.block_sizes is None:
+        # every head's block is held at once
+        while queries > 64 and call.batch * call.heads * queries * keys > 2**23:
+            queries //= 2
+        # blocks longer than most packed sequences would be mostly empty
+        while call.sequences and queries > 32 and queries * call.sequences > call.queries:
+            queries //= 2
+    return min(queries, call.queries), min(keys, call.keys)
+
+
+def heads_first(call: Call, x: Array) -> Array:
+    """`[B, S, H, …]` to `[B, Hkv, G, S, …]`."""
+    x = x.reshape(*x.shape[:2], call.kv_heads, call.groups, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def heads_last(call: Call, x: Array) -> Array:
+    """`[B, Hkv, G, S, …]` to `[B, S, H, …]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], call.heads, *x.shape[4:])
+
+
+def over_keys(
+    p: Problem, rows: Rows, visit: Callable[[Columns, Carry], Carry], carry: Carry, every_block: bool = False
+) -> Carry:
+    """Calls `visit` for each block of keys in sight of `rows`, or for as many as there can be."""
+    size, keys = p.key_size, p.call.keys
+    first = jnp.where(rows.start < rows.stop, rows.start, keys).min()
+    last = rows.stop.max()
+    mask, bias = (_row_block(each, rows.token) for each in (p.mask, p.bias))
+
+    def step(i: Array, carry: Carry) -> Carry:
+        begin = first + i * size
+        at = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
+        position = at + jnp.arange(size)
+        new = ((position >= begin) & (position < last))[:, None]
+        key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in (p.key, p.value))
+        in_sight = (position >= rows.start[..., None]) & (position < rows.stop[..., None]) & new[:, 0]
+        allowed = in_sight[:, None, None]
+        if mask is not None:
+            allowed &= _column_block(mask, at, size)
+        added = None if bias is None else _column_block(bias, at, size)
+        return visit(Columns(at, position, new, key, value, allowed, added), carry)
+
+    if every_block:
+        return lax.fori_loop(0, -(-keys // size), jax.checkpoint(step), carry)
+    return lax.fori_loop(0, -(-jnp.maximum(last - first, 0) // size), step, carry)
+
+
+def _row_block(x: Array | None, token: Array) -> Array | None:
+    return x if x is None or x.shape[3] == 1 else jnp.take(x, token, 3, mode="clip")
+
+
+def _column_block(x: Array, at: Array, size: int) -> Array:
+    return x if x.shape[4] == 1 else lax.dynamic_slice_in_dim(x, at, size, 4)

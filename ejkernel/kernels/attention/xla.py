@@ -1,0 +1,80 @@
+"""Softmax attention in blocks: memory linear in the number of tokens, and no work for keys out of sight.
+
+Gradients recompute the scores from the saved log-sum-exp.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels import _varying
+from ejkernel.kernels.attention import xla_blocks
+from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention._masks import by_group
+from ejkernel.kernels.attention._problem import Inputs
+
+
+def run(call: Call, *arrays: Array | None) -> tuple[Array, Array]:
+    """The output `[B, S, H, Dv]` and the log of the softmax's denominator `[B, S, H]`."""
+    inputs = Inputs(*arrays)  # type: ignore[arg-type]
+    if 0 in (call.batch, call.queries, call.keys):
+        return _empty(call, inputs.sinks)
+    output, lse = _attend(call, _varying.align(inputs))
+    return output.astype(call.dtype), lse
+
+
+def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
+    lse = jnp.full((1, 1), -jnp.inf) if sinks is None else jax.nn.logsumexp(by_group(call, sinks, 0), -1)
+    lse = jnp.broadcast_to(lse, (call.batch, call.queries, call.kv_heads, call.groups))
+    lse = lse.reshape(call.batch, call.queries, call.heads).astype(call.wide)
+    return jnp.zeros((*lse.shape, call.value_dim), call.dtype), lse
+
+
+def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array]:
+    return xla_blocks.forward(call, inputs)
+
+
+def _forward(call: Call, inputs: Inputs) -> Any:
+    # `_attend`, not `_primal`: differentiating this again must not meet loops of unknown length
+    output, lse = _attend(call, inputs)
+    return (output, lse), (inputs, output, lse)
+
+
+def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Inputs]:
+    return (_gradients(call, *residuals, *cotangents),)
+
+
+_attend = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_attend.defvjp(_forward, _backward)
+
+
+def _gradients_primal(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Inputs:
+    return xla_blocks.backward(call, inputs, output, lse, d_output, d_lse)
+
+
+def _gradients_forward(call: Call, *arguments: Any) -> Any:
+    inputs, _, _, d_output, d_lse = arguments
+    return _gradients(call, *arguments), (inputs, d_output, d_lse)
+
+
+def _gradients_backward(call: Call, residuals: Any, cotangents: Inputs) -> Any:
+    """Second derivatives, by JAX, of the same blocks in loops of fixed length."""
+    inputs, *d_results = residuals
+    moving = xla_blocks.differentiable(inputs)
+
+    def gradients(moving: Any, d_results: Any) -> Any:
+        def results(moving: Any) -> Any:
+            return xla_blocks.forward(call, inputs._replace(**moving), every_block=True)
+
+        return jax.vjp(results, moving)[1](d_results)[0]
+
+    _, pull = jax.vjp(gradients, moving, tuple(d_results))
+    d_moving, (dd_output, dd_lse) = pull({name: getattr(cotangents, name) for name in moving})
+    # the output and the log-sum-exp are functions of the inputs: their share is in `d_moving`
+    return xla_blocks.cotangents(inputs, d_moving), None, None, dd_output, dd_lse
+
+
+_gradients = jax.custom_vjp(_gradients_primal, nondiff_argnums=(0,))
+_gradients.defvjp(_gradients_forward, _gradients_backward)

@@ -1,0 +1,200 @@
+"""The forward and the backward pass of blockwise attention, with the online softmax."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ejkernel.kernels import _varying
+from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention._dropout import kept
+from ejkernel.kernels.attention._problem import (
+    Columns,
+    Inputs,
+    Problem,
+    Rows,
+    heads_first,
+    heads_last,
+    over_keys,
+    problem,
+)
+
+
+def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Array, Array]:
+    """The output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]`.
+
+    With `every_block`, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
+    """
+    p = problem(call, inputs)
+
+    def block(_: None, xs: tuple[Rows, Array]) -> Any:
+        rows, query = xs
+        query = jnp.where(rows.real, query, 0)
+
+        def visit(columns: Columns, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, sums = carry
+            scores, _ = _scores(call, query, columns)
+            new_top = jnp.maximum(top, lax.stop_gradient(scores).max(-1, keepdims=True))
+            base = jnp.where(new_top == -jnp.inf, 0, new_top)
+            weights, shrink = jnp.exp(scores - base), jnp.exp(top - base).astype(call.wide)
+            total = total * shrink + weights.sum(-1, keepdims=True, dtype=call.wide)
+            weights = _drop(p, rows, columns, weights)
+            return new_top, total, sums * shrink + _matmul(call, weights, columns.value)
+
+        shape = (*query.shape[:-1], 1)
+        carry = jnp.full(shape, -jnp.inf, call.softmax_dtype), jnp.zeros(shape, call.wide)
+        sums = jnp.zeros((*query.shape[:-1], call.value_dim), call.wide)
+        carry = _varying.like((*carry, sums), query)
+        return None, _finish(p, *over_keys(p, rows, visit, carry, every_block))
+
+    _, (output, lse) = lax.scan(
+        jax.checkpoint(block) if every_block else block, None, (p.rows, p.layout.split(p.query, 3))
+    )
+    output, lse = (p.layout.join(each, 3, call.queries) for each in (output, lse))
+    output = output if p.alive is None else jnp.where(p.alive, output, 0)
+    lse = lse if p.padding is None else jnp.where(p.padding, -jnp.inf, lse)
+    return heads_last(call, output).astype(call.residual_dtype), heads_last(call, lse)
+
+
+def backward(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Inputs:
+    """Cotangents of `inputs` from those of the output and of the log-sum-exp."""
+    p = problem(call, inputs)
+    output, d_output, lse, d_lse = (heads_first(call, each) for each in (output, d_output, lse, d_lse))
+    d_output = d_output if p.alive is None else jnp.where(p.alive, d_output, 0)
+    # what the softmax takes off the gradient of each score, with what comes in by way of the log-sum-exp
+    mean = jnp.where(p.real, (d_output * output).sum(-1, dtype=call.wide), 0)
+    mean = (mean - d_lse) if p.padding is None else jnp.where(p.padding, 0, mean - d_lse)
+    lse = jnp.where(lse == -jnp.inf, 0, lse)
+    d_output = d_output.astype(call.value_dtype)
+
+    def block(carry: Any, xs: Any) -> Any:
+        rows, query, d_output, lse, mean = xs
+        query, d_output = jnp.where(rows.real, query, 0), jnp.where(rows.real, d_output, 0)
+
+        def visit(columns: Columns, carry: Any) -> Any:
+            d_key, d_value, d_query, d_bias = carry
+            scores, slope = _scores(call, query, columns)
+            weights = jnp.exp(scores.astype(call.wide) - lse)
+            d_weights = _drop(p, rows, columns, _matmul(call, d_output, columns.value.swapaxes(-1, -2)))
+            # selecting, not the weights' 0, keeps a NaN in `d_weights` from pairs that may not attend
+            d_scores = jnp.where(columns.allowed, weights * (d_weights - mean), 0)
+            if d_bias is not None:
+                d_bias = _add_bias(d_bias, d_scores, columns.at)
+            d_scores = d_scores * call.scale if slope is None else d_scores * slope * call.scale
+            weights = _drop(p, rows, columns, weights)
+            d_value = _add_keys(call, d_value, columns, weights, d_output)
+            d_key = _add_keys(call, d_key, columns, d_scores, query)
+            return d_key, d_value, d_query + _matmul(call, d_scores, columns.key), d_bias
+
+        mine = _varying.like((jnp.zeros(query.shape, call.wide), _no_bias(p, rows)), query)
+        *carry, d_query, d_bias = over_keys(p, rows, visit, (*carry, *mine))
+        return tuple(carry), (d_query.astype(query.dtype), d_bias)
+
+    split = (p.layout.split(each, 3) for each in (p.query, d_output, lse[..., None], mean[..., None]))
+    zeros = _varying.like((jnp.zeros(p.key.shape, call.wide), jnp.zeros(p.value.shape, call.wide)), p.query)
+    (d_key, d_value), (d_query, d_bias) = lax.scan(block, zeros, (p.rows, *split))
+    d_query = p.layout.join(d_query, 3, call.queries)
+    if p.alive is not None and p.seen is not None:
+        d_query = jnp.where(p.alive, d_query, 0)
+        d_key, d_value = jnp.where(p.seen, d_key, 0), jnp.where(p.seen, d_value, 0)
+    found = {"query": heads_last(call, d_query), "key": d_key.swapaxes(1, 2), "value": d_value.swapaxes(1, 2)}
+    if p.bias is not None:
+        found["bias"] = d_bias.sum(0) if p.bias.shape[3] == 1 else p.layout.join(d_bias, 3, call.queries)
+    if p.sinks is not None:
+        weights = jnp.exp(p.sinks - lse[..., None])  # [B, Hkv, G, S, sinks]
+        found["sinks"] = _sum_to(-weights * mean[..., None], p.sinks.shape)
+    return cotangents(inputs, found)
+
+
+def differentiable(inputs: Inputs) -> dict[str, Array]:
+    """The arrays of `inputs` that have a gradient."""
+    names = ("query", "key", "value", "bias", "sinks")
+    return {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
+
+
+def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
+    """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
+    like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
+    return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
+
+
+def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | None]:
+    """The scores `[B, Hkv, G, Bq, Bk]`, `-inf` where a pair may not attend, and the slope of the soft cap."""
+    scores = _matmul(call, query, columns.key.swapaxes(-1, -2)) * call.scale
+    slope = None
+    if call.soft_cap is not None:
+        bent = jnp.tanh(scores / call.soft_cap)
+        scores, slope = call.soft_cap * bent, 1 - bent**2
+    if columns.bias is not None:
+        scores = scores + columns.bias
+    # mask before exp: a masked inf would make the gradient NaN
+    return jnp.where(columns.allowed, scores.astype(call.softmax_dtype), -jnp.inf), slope
+
+
+def _matmul(call: Call, rows: Array, columns: Array) -> Array:
+    """`[B, Hkv, G, Bq, X]` times `[B, Hkv, X, Y]`, a group's rows in one matmul."""
+    rows = _narrow(rows, columns)
+    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+    product = jnp.matmul(flat, columns, preferred_element_type=call.wide)
+    return product.reshape(*rows.shape[:-1], columns.shape[-1])
+
+
+def _narrow(x: Array, partner: Array) -> Array:
+    """Weights join half-precision partners in a half-precision matmul, summed in float32."""
+    return x.astype(partner.dtype) if partner.dtype.itemsize == 2 else x
+
+
+def _drop(p: Problem, rows: Rows, columns: Columns, x: Array) -> Array:
+    """`x`, a block of weights or of their gradients, after dropout."""
+    if p.dropout_key is None:
+        return x
+    return jnp.where(kept(p.call, p.dropout_key, rows.token, columns.position), x / (1 - p.call.dropout), 0)
+
+
+def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a block of queries whose keys are all summed up: the sinks join in."""
+    dead, top = total == 0, top.astype(p.call.wide)
+    if p.sinks is not None:
+        new_top = jnp.maximum(top, lax.stop_gradient(p.sinks).max(-1, keepdims=True))
+        base = jnp.where(new_top == -jnp.inf, 0, new_top)
+        shrink = jnp.exp(top - base)
+        total = total * shrink + jnp.exp(p.sinks - base).sum(-1, keepdims=True)
+        sums, top = sums * shrink, new_top
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+    return jnp.where(dead, 0, sums / jnp.where(dead, 1, total)), lse[..., 0]
+
+
+def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: Array) -> Array:
+    """`sums`, `[B, Hkv, L, ·]`, with this block's keys' share of `weights`ᵀ `rows` added."""
+    weights = _narrow(weights, rows)
+    flat_weights, flat_rows = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (weights, rows))
+    share = jnp.einsum("bnqk,bnqd->bnkd", flat_weights, flat_rows, preferred_element_type=call.wide)
+    at, size = columns.at, share.shape[2]
+    # a block may hold keys of the next sequence, which a NaN of this one must not reach
+    share = jnp.where(columns.new, share, 0) + lax.dynamic_slice_in_dim(sums, at, size, 2)
+    return lax.dynamic_update_slice_in_dim(sums, share, at, 2)
+
+
+def _no_bias(p: Problem, rows: Rows) -> Array | None:
+    """Zeros for the bias gradient of a block of queries, with all its keys."""
+    if p.bias is None:
+        return None
+    queries = 1 if p.bias.shape[3] == 1 else rows.token.shape[0]
+    return jnp.zeros((*p.bias.shape[:3], queries, p.bias.shape[4]), p.call.wide)
+
+
+def _add_bias(sums: Array, d_scores: Array, at: Array) -> Array:
+    if sums.shape[4] == 1:
+        return sums + _sum_to(d_scores, sums.shape)
+    share = _sum_to(d_scores, (*sums.shape[:4], d_scores.shape[4]))
+    share = share + lax.dynamic_slice_in_dim(sums, at, share.shape[4], 4)
+    return lax.dynamic_update_slice_in_dim(sums, share, at, 4)
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` summed over the axes along which `shape` has one entry."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(axes, keepdims=True)

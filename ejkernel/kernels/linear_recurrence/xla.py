@@ -1,0 +1,160 @@
+"""The gated linear recurrence in plain JAX: chunk after chunk, with its own backward. Runs anywhere."""
+
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels import _varying
+from ejkernel.kernels.linear_recurrence import decode, xla_chunk, xla_layout, xla_value_chunk
+from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence.xla_layout import Chunks
+
+Results = tuple[jax.Array, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call that have gradients, or their cotangents, as `Call` describes them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array | None
+    value_log_decay: jax.Array | None
+    initial_state: jax.Array | None
+
+
+def supports(call: Call) -> str | None:
+    """Everything."""
+    return None
+
+
+def run(call: Call, *arrays: jax.Array | None) -> Results:
+    """Output and final states; see `Call` for the arrays."""
+    *inputs, cu_seqlens = _varying.align(arrays)
+    operands = Inputs(*inputs)
+    if call.batch * call.tokens * call.heads * call.sequences == 0:
+        return _nothing(call, operands)
+    if call.tokens == 1 and not call.packed:
+        return decode.step(call, *operands, precision=_precision(call))
+    return _recurrence(call, operands, cu_seqlens)
+
+
+def _nothing(call: Call, inputs: Inputs) -> Results:
+    """No token in any sequence: the states stay as they are."""
+    output = jnp.zeros((call.batch, call.tokens, call.heads, call.value_dim), call.dtype)
+    return output, _slots(call, inputs).reshape(call.sequences, call.heads, call.key_dim, call.value_dim)
+
+
+def _precision(call: Call) -> lax.Precision:
+    # half-precision inputs are already coarser than one pass of a matrix unit
+    return lax.Precision.DEFAULT if call.dtype.itemsize == 2 else lax.Precision.HIGHEST
+
+
+def _mathematics(call: Call) -> tuple[ModuleType, xla_chunk.Einsum]:
+    """What to do with a chunk, and how to multiply there."""
+    chunk = xla_value_chunk if call.value_decay else xla_chunk
+    return chunk, functools.partial(jnp.einsum, precision=_precision(call))
+
+
+def _slots(call: Call, inputs: Inputs) -> jax.Array:
+    """Initial states `[slots, rows, H, K, V]`: a packed sequence has a slot, all rows of a batch share one."""
+    lead = (call.sequences, 1) if call.packed else (1, call.batch)
+    shape = (*lead, call.heads, call.key_dim, call.value_dim)
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(call.state_dtype).reshape(shape)
+    return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
+
+
+def _cut(call: Call, inputs: Inputs, chunk: Chunks) -> xla_chunk.Chunk:
+    """One chunk, head-first, heads repeated, in the dtype of the states."""
+
+    def heads_first(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(xla_layout.cut(call, chunk, x).astype(call.state_dtype), 2, 1)
+        return jnp.repeat(x, call.heads // x.shape[1], axis=1)
+
+    tokens = inputs._replace(initial_state=None)
+    gamma = tokens.log_decay
+    if call.decay == "constant" and gamma is not None:
+        gamma = lax.dynamic_index_in_dim(gamma, chunk.sequence) if call.packed else gamma
+        gamma = gamma.astype(call.state_dtype)[..., None, None]  # [rows, H, 1, 1]
+        gamma = jnp.where(xla_layout.visited(call, chunk)[:, None], gamma, 0)
+        tokens = tokens._replace(log_decay=None)
+    q, k, v, a, b, _ = jax.tree.map(heads_first, tokens)
+    a = gamma if call.decay == "constant" else a[..., None] if call.decay == "head" else a
+    return xla_chunk.Chunk(q, k, v, a, b)
+
+
+def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+    """The results and, if kept, the state at the start of every chunk `[chunks, rows, H, K, V]`."""
+    where = xla_layout.chunks(call, cu_seqlens)
+    mathematics, einsum = _mathematics(call)
+
+    def visit(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, Any]:
+        start = lax.dynamic_index_in_dim(states, chunk.sequence, keepdims=False)
+        output, end = mathematics.forward(_cut(call, inputs, chunk), start, einsum)
+        output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
+        states = lax.dynamic_update_index_in_dim(states, end, chunk.sequence, 0)
+        return states, (output, start if keep_states else None)
+
+    states, (pieces, starts) = lax.scan(visit, _slots(call, inputs), where, reverse=call.reverse)
+    output = xla_layout.put_together(call, where, cu_seqlens, pieces)
+    return (output, states.reshape(call.sequences, *states.shape[2:])), starts
+
+
+def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
+    return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+
+
+def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
+    results, starts = _walk(call, inputs, cu_seqlens, keep_states=True)
+    return results, (inputs, cu_seqlens, starts)
+
+
+def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
+    inputs, cu_seqlens, starts = residuals
+    d_output, d_final = cotangents
+    where = xla_layout.chunks(call, cu_seqlens)
+    mathematics, einsum = _mathematics(call)
+    constant = call.decay == "constant"
+    # constant decays are summed apart, initial states come out of the walk
+    tokens = inputs._replace(initial_state=None, log_decay=None if constant else inputs.log_decay)
+
+    def heads_last(like: jax.Array, x: jax.Array) -> jax.Array:
+        """Cotangent of one chunk of an input: heads that share a key or value summed."""
+        x = x.reshape(x.shape[0], like.shape[2], -1, *x.shape[2:]).sum(2)
+        x = jnp.moveaxis(x, 1, 2).astype(like.dtype)
+        return x.reshape(*x.shape[:2], *like.shape[2:])
+
+    def visit(d_states: jax.Array, step: tuple[Chunks, jax.Array]) -> tuple[jax.Array, Any]:
+        chunk, start = step
+        d_end = lax.dynamic_index_in_dim(d_states, chunk.sequence, keepdims=False)
+        do = jnp.moveaxis(call.scale * xla_layout.cut(call, chunk, d_output).astype(call.state_dtype), 2, 1)
+        grads = mathematics.backward(_cut(call, inputs, chunk), start, do, d_end, einsum)
+        d_states = lax.dynamic_update_index_in_dim(d_states, grads.state, chunk.sequence, 0)
+        of_tokens = Inputs(grads.query, grads.key, grads.value, grads.log_decay, grads.value_log_decay, None)
+        d_gamma = None
+        if constant:
+            own = xla_layout.visited(call, chunk)[:, None]
+            d_gamma = jnp.where(own, grads.log_decay, 0).sum((-2, -1))
+            of_tokens = of_tokens._replace(log_decay=None)
+        return d_states, (jax.tree.map(heads_last, tokens, of_tokens), d_gamma)
+
+    slots = _slots(call, inputs)
+    d_states = _varying.like(d_final.astype(slots.dtype).reshape(slots.shape), inputs.query)
+    d_states, (pieces, d_gamma) = lax.scan(visit, d_states, (where, starts), reverse=not call.reverse)
+    grads = jax.tree.map(functools.partial(xla_layout.put_together, call, where, cu_seqlens), pieces)
+    if constant:
+        by_slot = jnp.zeros_like(d_gamma, shape=(slots.shape[:3])).at[where.sequence].add(d_gamma)
+        grads = grads._replace(log_decay=by_slot.reshape(inputs.log_decay.shape).astype(inputs.log_decay.dtype))
+    if inputs.initial_state is not None:
+        state = inputs.initial_state
+        grads = grads._replace(initial_state=d_states.reshape(state.shape).astype(state.dtype))
+    return grads, None
+
+
+_recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_recurrence.defvjp(_forward, _backward)

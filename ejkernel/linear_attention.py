@@ -1,0 +1,320 @@
+"""Linear attention: one gated recurrence and the ops that differ from it only in how their memory fades."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ejkernel import _checks
+from ejkernel._dispatch import dispatch
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+from ejkernel.kernels.linear_recurrence._call import Call, Decay
+from ejkernel.xla_utils.utils import prepare_sequence_ids
+
+Result = tuple[jax.Array, jax.Array]
+
+
+def recurrent(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    gv: jax.Array | None = None,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention with a memory that every token may fade, head by head and dim by dim.
+
+    With a state `S` of `K × V` per head, for each token in turn:
+
+        S_t = exp(g_t + gk_t + g_gamma)[:, None] * exp(gv_t)[None, :] * S_{t-1} + k_t v_tᵀ
+        o_t = softmax_scale * S_tᵀ q_t
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, Hkv, K]`; `H` is a multiple of `Hkv`, and kv head `j` serves query heads `j·H/Hkv …`.
+        value: `[B, T, Hkv, V]`.
+        g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
+        gk: Like `g`, and added to it.
+        gv: Log decay of each value dim, `[B, T, H, V]`, or `[B, T, H, 1]`.
+        softmax_scale: `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = recurrent(query, key, value, g_gamma=-jnp.arange(8) * 0.1)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+
+        Three sequences in one stream:
+
+        >>> query = key = value = jnp.ones((150, 8, 64))
+        >>> output, states = recurrent(query, key, value, cu_seqlens=jnp.array([0, 50, 100, 150]))
+        >>> output.shape, states.shape
+        ((150, 8, 64), (3, 8, 64, 64))
+    """
+    arrays = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
+    B, T, H, K = arrays.query.shape
+    N = arrays.sequences
+    scale = K**-0.5 if softmax_scale is None else softmax_scale
+    query, dtype = arrays.query, arrays.query.dtype
+    if not isinstance(scale, int | float | np.number):
+        # a scale that is an array, perhaps traced: the output is linear in the query too
+        query, scale = query.astype(arrays.state_dtype) * scale, 1.0
+    decay, log_decay = _log_decay(arrays)
+    value_log_decay = arrays.gv
+    if value_log_decay is not None:
+        value_log_decay = jnp.broadcast_to(value_log_decay, (B, T, H, arrays.value.shape[-1]))
+    state = arrays.initial_state
+    if state is not None and state.ndim == 3:
+        state = jnp.broadcast_to(state, (N, *state.shape))
+    call = Call(
+        batch=B,
+        tokens=T,
+        heads=H,
+        kv_heads=arrays.key.shape[2],
+        key_dim=K,
+        value_dim=arrays.value.shape[-1],
+        sequences=N,
+        packed=arrays.cu_seqlens is not None,
+        decay=decay,
+        value_decay=value_log_decay is not None,
+        scale=float(scale),
+        reverse=_checks.flag("reverse", reverse),
+        dtype=np.dtype(dtype),
+    )
+    operands = (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
+    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
+    return (output[0] if arrays.unbatched else output), final_state
+
+
+def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:
+    """`g`, `gk` and `g_gamma` as one log decay, in the smallest of the shapes that the cores know."""
+    gamma, gates = arrays.g_gamma, [gate for gate in (arrays.g, arrays.gk) if gate is not None]
+    if gamma is not None:
+        gamma = jnp.broadcast_to(gamma, (arrays.sequences, gamma.shape[-1]))
+        if not gates:
+            return "constant", gamma
+        if arrays.cu_seqlens is None:
+            gamma = gamma[:, None]
+        else:
+            sequence = prepare_sequence_ids(arrays.cu_seqlens, total_tokens=arrays.query.shape[1])
+            gamma = gamma[jnp.minimum(sequence, arrays.sequences - 1)][None]
+        gates.append(gamma[..., None])
+    if not gates:
+        return "none", None
+    log_decay = gates[0]
+    for gate in gates[1:]:
+        log_decay = log_decay.astype(arrays.state_dtype) + gate
+    return ("head", log_decay[..., 0]) if log_decay.shape[-1] == 1 else ("key", log_decay)
+
+
+def recurrent_gla(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Gated linear attention: each token says how much every key dim forgets.
+
+        S_t = exp(g_t + g_gamma)[:, None] * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
+
+    Arguments and results are those of `recurrent`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = recurrent_gla(query, key, value, g=jnp.full((2, 100, 8, 64), -0.1))
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    return recurrent(
+        query,
+        key,
+        value,
+        g,
+        g_gamma,
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+    )
+
+
+def simple_gla(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention in which each token says how much every head forgets, as in Mamba-2.
+
+        S_t = exp(g_t) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
+
+    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays); the rest is as in `recurrent`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = simple_gla(query, key, value, g=jnp.full((2, 100, 8), -0.1))
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    return recurrent(
+        query,
+        key,
+        value,
+        _checks.gate_per_head(g, query),
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+    )
+
+
+def retention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention whose memory fades at a fixed rate per head, from 1/32 a token down.
+
+        S_t = (1 - 2**(-5 - h)) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t        for head h = 0 … H-1
+
+    Arguments and results are those of `recurrent`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = retention(query, key, value)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    return recurrent(
+        query,
+        key,
+        value,
+        g_gamma=jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(_checks.heads(query)))))),
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+    )
+
+
+def lightning_attn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer_idx: ArrayLike,
+    num_layers: int,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention whose memory fades faster in later heads and in earlier layers.
+
+        S_t = exp(-(8 / H) * (1 - layer_idx / num_layers) * h) * S_{t-1} + k_t v_tᵀ        for head h = 0 … H-1
+        o_t = softmax_scale * S_tᵀ q_t
+
+    `layer_idx` may be traced, as in a scan over layers. The rest is as in `recurrent`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = lightning_attn(query, key, value, layer_idx=3, num_layers=12)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    heads = _checks.heads(query)
+    depth = 1 - jnp.asarray(layer_idx) / _checks.positive_int("num_layers", num_layers)
+    return recurrent(
+        query,
+        key,
+        value,
+        g_gamma=-(8 / max(heads, 1)) * depth * jnp.arange(heads),
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+    )
+
+
+def linear_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention that forgets nothing.
+
+        S_t = S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
+
+    Arguments and results are those of `recurrent`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = linear_attention(query, key, value)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    return recurrent(
+        query,
+        key,
+        value,
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+    )

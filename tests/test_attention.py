@@ -1,0 +1,296 @@
+"""`attention` against its oracle, as a function JAX can transform, and on input that it refuses."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from attention_cases import CASES, EMPTY, check, check_second_gradients
+from conftest import assert_close
+from jax.sharding import PartitionSpec
+
+import ejkernel.kernels._xla.attention as package
+from ejkernel.attention import attention
+from ejkernel.kernels._xla.attention import _interface
+
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-13}
+EVERY_DTYPE = {"plain", "mask by group", "everything"}
+
+
+@pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
+def test_matches_oracle(case, x64):
+    """Output, weights, and the gradients of both, in float64."""
+    check(
+        lambda **arrays: attention(**arrays, **case.options, dtype=None),
+        lambda **arrays: oracle.attention(**arrays, **case.options),
+        case.arrays(),
+        TOLERANCE["float64"],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", [each for each in CASES if each.name in EVERY_DTYPE], ids=str)
+def test_every_dtype(case, dtype):
+    arrays = case.arrays(jnp.dtype(dtype))
+    expected = oracle.attention(**arrays, **case.options)
+    for actual, right in zip(attention(**arrays, **case.options, dtype=None), expected, strict=True):
+        assert actual.dtype == dtype
+        assert_close(actual, right, TOLERANCE[dtype])
+
+
+def test_dtypes_of_results_and_softmax(x64):
+    arrays = CASES[0].arrays(np.float32)
+    expected = oracle.attention(**arrays)[0]
+    for actual in attention(**arrays):
+        assert actual.dtype == jnp.bfloat16
+    output, weights = attention(**arrays, dtype=np.float64, softmax_dtype=jnp.bfloat16)
+    assert output.dtype == weights.dtype == np.float64
+    error = np.abs(weights.sum(-1) - 1).max()
+    assert 1e-4 < error < 1e-1, "softmax_dtype made no difference"
+    assert_close(output, expected, TOLERANCE["bfloat16"])
+    mixed = attention(arrays["query"].astype(jnp.bfloat16), arrays["key"], arrays["value"].astype(jnp.float16))
+    assert_close(mixed[0], expected, TOLERANCE["bfloat16"])
+
+
+def test_gradient_of_gradient(x64):
+    case = next(each for each in CASES if each.name == "everything")
+    check_second_gradients(
+        lambda **arrays: attention(**arrays, **case.options, dtype=None)[0],
+        case.arrays(),
+        ("query", "key", "value", "softmax_aux"),
+    )
+
+
+def test_dead_rows_have_zero_gradients():
+    case = next(each for each in CASES if each.name == "sinks by head")
+    arrays = case.arrays(np.float32)
+
+    def loss(query):
+        return (attention(**{**arrays, "query": query}, dtype=None)[0] ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))(arrays["query"])
+    assert (gradient[:, case.dead[0]] == 0).all()
+    assert (gradient[:, :4] != 0).any()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_rows_never_touch(poison):
+    case = next(each for each in CASES if each.name == "mask by group")
+    arrays = case.arrays(np.float32)
+
+    @jax.jit
+    def run(query, key, value):
+        def outputs(*parts):
+            return attention(*parts, arrays["attention_mask"], **case.options)
+
+        results, pull = jax.vjp(outputs, query, key, value)
+        return [*results, *pull(results)]
+
+    names = ("query", "key", "value")
+    clean = run(*(arrays[name] for name in names))
+    for name in names:
+        arrays[name][1] = poison
+    for before, after in zip(clean, run(*(arrays[name] for name in names)), strict=True):
+        assert (before[0] == after[0]).all()
+        assert not np.isfinite(after[1]).all()
+
+
+@pytest.mark.parametrize("options", [{"mask": True}, {"causal": True}, {"sliding_window": (9, 1)}], ids=str)
+def test_padding_has_no_effect_even_if_it_is_nan(options):
+    """Keys that nobody may attend to and queries that may attend nowhere."""
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
+    queries, keys = 6, 6
+    if options.pop("mask", False):
+        queries, keys = 4, 5
+        mask = np.zeros((1, 1, 6, 6), bool)
+        mask[..., :queries, :keys] = True
+        options = {"attention_mask": mask}
+    else:
+        query, keys = query[:, :4], 4 + options.get("sliding_window", (0, 0))[1]
+
+    @jax.jit
+    def run(query, key, value):
+        results, pull = jax.vjp(lambda *parts: attention(*parts, **options, dtype=None), query, key, value)
+        return [*results, *pull(results)]
+
+    clean = run(query, key, value)
+    query[:, queries:], key[:, keys:], value[:, keys:] = np.nan, np.inf, np.nan
+    for before, after in zip(clean, run(query, key, value), strict=True):
+        assert (before == after).all()
+
+
+def test_head_groups_share_keys():
+    arrays = next(each for each in CASES if each.name == "grouped").arrays(np.float32)
+    repeated = {**arrays, **{name: np.repeat(arrays[name], 2, 2) for name in ("key", "value")}}
+    assert_close(attention(**arrays, dtype=None)[0], attention(**repeated, dtype=None)[0], 1e-6)
+
+
+def test_mask_is_causal():
+    arrays = CASES[0].arrays(np.float32)
+    mask = np.tril(np.ones((1, 1, 5, 5), bool))
+    for one, other in zip(attention(**arrays, causal=True), attention(**arrays, attention_mask=mask), strict=True):
+        assert (one == other).all()
+
+
+def test_masks_and_biases_broadcast_over_queries_and_keys():
+    arrays = CASES[0].arrays(np.float32)
+    mask = np.array([True, True, False, True, True])
+    bias = np.where(mask, 0, -np.inf).astype(np.float32)
+    full = attention(**arrays, attention_mask=np.broadcast_to(mask, (2, 1, 5, 5)))
+    for each in ({"attention_mask": mask[None, None, None]}, {"bias": bias[None, None, None]}):
+        assert all((one == other).all() for one, other in zip(full, attention(**arrays, **each), strict=True))
+
+
+def test_init_bias_is_called_only_without_mask_and_bias():
+    arrays = CASES[0].arrays(np.float32)
+    bias = np.random.default_rng(0).normal(size=(2, 1, 5, 5)).astype(np.float32)
+    called = attention(**arrays, init_bias=lambda: bias)
+    given = attention(**arrays, bias=bias)
+    assert (called[1] == given[1]).all()
+
+    def refuse():
+        raise AssertionError("init_bias was called")
+
+    attention(**arrays, bias=bias, init_bias=refuse)
+    attention(**arrays, attention_mask=np.ones((1, 1, 5, 5), bool), init_bias=refuse)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_dropout(make_key):
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 2, 32, 2, 4)).astype(np.float32)
+    options = {"dtype": None, "dropout_prob": 0.25, "deterministic": False}
+    output, weights = attention(query, key, value, dropout_rng=make_key(0), **options)
+    whole = attention(query, key, value, dtype=None)[1]
+    kept = np.asarray(weights != 0)
+    expected = oracle.attention(query, key, value, kept=kept, dropout_prob=0.25)
+    assert_close(output, expected[0], 2e-6)
+    assert_close(weights, expected[1], 2e-6)
+    assert abs(kept.mean() - 0.75) < 0.02
+    # every weight has a draw of its own: no axis shares one
+    for axis in range(4):
+        assert (kept != np.roll(kept, 1, axis)).any((0, 1, 2, 3))
+        assert 0.3 < (kept != np.roll(kept, 1, axis)).mean() < 0.45
+    again = attention(query, key, value, dropout_rng=make_key(0), **options)[1]
+    other = attention(query, key, value, dropout_rng=make_key(1), **options)[1]
+    assert (weights == again).all() and (weights != other).any()
+    still = attention(query, key, value, dropout_rng=make_key(0), **{**options, "deterministic": True})[1]
+    assert (still == whole).all()
+
+
+def test_transformations():
+    """`vmap`, `checkpoint`, `scan` and `shard_map` change nothing."""
+    case = next(each for each in CASES if each.name == "everything")
+    arrays = {name: jnp.asarray(each) for name, each in case.arrays(np.float32).items() if name != "bias"}
+
+    def whole(arrays):
+        return attention(**arrays, **case.options, dtype=None)[0]
+
+    def loss(function):
+        return jax.jit(jax.value_and_grad(lambda arrays: (function(arrays) ** 2).sum()))
+
+    def each_row(arrays):
+        split = {name: each[:, None] if name != "softmax_aux" else each for name, each in arrays.items()}
+        axes = {name: 0 if name != "softmax_aux" else None for name in arrays}
+        return jax.vmap(whole, (axes,))(split)
+
+    def scanned(arrays):
+        rows = {name: each[:, None] for name, each in arrays.items() if name != "softmax_aux"}
+        return jax.lax.scan(lambda _, row: (None, whole({**row, "softmax_aux": arrays["softmax_aux"]})), None, rows)[1]
+
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = {name: PartitionSpec("rows") if name != "softmax_aux" else PartitionSpec() for name in arrays}
+    sharded = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec("rows"))
+
+    expected = loss(whole)(arrays)
+    for function in (each_row, jax.checkpoint(whole), scanned, sharded):
+        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(loss(function)(arrays)), strict=True):
+            assert_close(other, one, 1e-5)
+
+
+def test_unused_weights_cost_nothing():
+    query, key, value = jnp.zeros((3, 1, 64, 2, 8))
+
+    def size(pick):
+        compiled = jax.jit(lambda *a: pick(attention(*a, dtype=None))).lower(query, key, value).compile()
+        return compiled.memory_analysis().output_size_in_bytes
+
+    assert size(lambda both: both[0]) == query.nbytes
+    assert size(lambda both: both) >= query.nbytes + 2 * 64 * 64 * 4
+
+
+def test_contract_paths_take_the_contract_arguments():
+    names = (
+        "query key value attention_mask bias init_bias deterministic dropout_rng softmax_aux softmax_scale"
+        " logits_soft_cap dtype softmax_dtype dropout_prob causal sliding_window"
+    )
+    assert list(inspect.signature(_interface.attention).parameters) == names.split()
+    assert package.attention is _interface.attention
+    arrays = CASES[0].arrays(np.float32)
+    assert (package.attention(**arrays)[0] == attention(**arrays, platform="xla")[0]).all()
+
+
+QKV = np.zeros((2, 5, 4, 8), np.float32)
+KV = np.zeros((2, 7, 2, 8), np.float32)
+GOOD = {"query": QKV, "key": KV, "value": KV}
+DROP = {"deterministic": False, "dropout_prob": 0.5}
+
+ERRORS = [
+    ({"query": QKV[0]}, ValueError, r"query: got shape \(5, 4, 8\); expected \[B, S, H, D\]"),
+    ({"query": QKV.astype(np.int32)}, TypeError, "query: got dtype int32; expected a floating-point dtype"),
+    ({"value": KV.astype(np.complex64)}, TypeError, "value: got dtype complex64; expected a floating-point dtype"),
+    ({"key": [1.0]}, TypeError, "key: got list; expected an array"),
+    ({"key": KV[:1]}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected .* with B=2, D=8 \(B, D as in query\)"),
+    ({"key": KV[..., :4]}, ValueError, r"key: got shape \(2, 7, 2, 4\); expected .*D=8"),
+    ({"value": KV[:, :6]}, ValueError, r"value: got shape \(2, 6, 2, 8\); expected .*L=7"),
+    ({"value": KV[:, :, :1]}, ValueError, r"value: got shape \(2, 7, 1, 8\); expected .*Hkv=2"),
+    ({"query": QKV[:, :, :3]}, ValueError, "key: got 2 heads; expected a divisor of query's 3 heads"),
+    (
+        {"attention_mask": np.ones((2, 1, 5, 7), np.float32)},
+        TypeError,
+        "attention_mask: got dtype float32; expected bool",
+    ),
+    ({"attention_mask": np.ones((5, 7), bool)}, ValueError, r"attention_mask: got shape \(5, 7\)"),
+    ({"attention_mask": np.ones((2, 3, 5, 7), bool)}, ValueError, r"attention_mask: got shape .*1\|H\|Hkv.*H=4, Hkv=2"),
+    ({"attention_mask": np.ones((2, 1, 7, 5), bool)}, ValueError, r"attention_mask: got shape .*S=5.*L=7"),
+    ({"bias": np.zeros((2, 3, 5, 7))}, NotImplementedError, "bias: got 3 heads; expected 1, Hkv=2 or H=4"),
+    ({"bias": np.zeros((2, 1, 5, 8))}, ValueError, r"bias: got shape \(2, 1, 5, 8\)"),
+    ({"bias": np.zeros((2, 1, 5, 7), bool)}, TypeError, "bias: got dtype bool"),
+    ({"init_bias": 3}, TypeError, "init_bias: got int; expected a function"),
+    ({"init_bias": lambda: np.zeros((2, 3, 5, 7))}, NotImplementedError, r"init_bias\(\): got 3 heads"),
+    ({"softmax_aux": np.zeros((3, 2))}, ValueError, r"softmax_aux: got shape \(3, 2\); expected .*H=4, Hkv=2"),
+    ({"softmax_aux": np.zeros((1, 4, 2))}, ValueError, r"softmax_aux: got shape \(1, 4, 2\); expected \[sinks\] or"),
+    ({"softmax_aux": np.zeros(2, int)}, TypeError, "softmax_aux: got dtype int"),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str; expected a number"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: got 0.0; expected a number above 0"),
+    ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
+    ({"softmax_dtype": "what"}, TypeError, "softmax_dtype: got 'what'; expected a floating-point dtype"),
+    ({"dropout_prob": 1.0}, ValueError, r"dropout_prob: got 1.0; expected a probability in \[0, 1\)"),
+    ({"dropout_prob": -0.1}, ValueError, "dropout_prob: got -0.1"),
+    (DROP, ValueError, "dropout_rng: got None; expected a key"),
+    ({**DROP, "dropout_rng": np.zeros(2)}, TypeError, "dropout_rng: got dtype float"),
+    ({**DROP, "dropout_rng": np.zeros((3, 2), np.uint32)}, ValueError, r"dropout_rng: got shape \(3, 2\)"),
+    ({"deterministic": 1}, TypeError, "deterministic: got int; expected True or False"),
+    ({"causal": "yes"}, TypeError, "causal: got str; expected True or False"),
+    ({"sliding_window": -1}, ValueError, "sliding_window: got -1; expected bounds of at least 0"),
+    ({"sliding_window": (3, -2)}, ValueError, "sliding_window: got -2"),
+    ({"sliding_window": (1, 2, 3)}, ValueError, r"sliding_window: got 3 bounds; expected one bound or \(left, right\)"),
+    ({"sliding_window": 1.5}, TypeError, "sliding_window: got float; expected an int"),
+    ({"platform": "triton"}, ValueError, "platform: got 'triton'; this op has 'xla'"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", ERRORS)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        attention(**{**GOOD, **arguments})
+
+
+def test_traced_options_are_refused_by_name():
+    with pytest.raises(TypeError, match="logits_soft_cap: got a traced value"):
+        jax.jit(lambda scale: attention(**GOOD, logits_soft_cap=scale))(1.0)
+    with pytest.raises(TypeError, match=r"always runs 'xla'; use ejkernel.attention to choose"):
+        package.attention(**GOOD, platform="xla")

@@ -1,0 +1,51 @@
+"""Imports go down the layers of `docs/architecture.md`, never up."""
+
+import ast
+from pathlib import Path
+
+import ejkernel
+
+ROOT = Path(ejkernel.__file__).parent
+# Lower layers first; a module may import from its own layer and the ones below.
+LAYERS = (
+    ("ejkernel._checks",),
+    ("ejkernel.xla_utils",),
+    ("ejkernel._dispatch",),
+    ("ejkernel.kernels",),
+    ("ejkernel.attention", "ejkernel.linear_attention"),
+    ("ejkernel.kernels._xla",),
+    ("ejkernel",),
+)
+
+
+def layer(module):
+    """The number of the layer with the longest name that `module` starts with."""
+    names = [
+        (len(name), number)
+        for number, layer in enumerate(LAYERS)
+        for name in layer
+        if f"{module}.".startswith(f"{name}.")
+    ]
+    return max(names)[1]
+
+
+def imports(path):
+    """The modules of ours that the one at `path` imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if name.split(".")[0] == "ejkernel")
+
+
+def test_imports_go_down():
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for name in imports(path):
+            assert layer(name) <= layer(module), f"{module} imports {name}, which is above it"
+
+
+def test_only_one_module_imports_jax_triton():
+    users = {path.name for path in ROOT.rglob("*.py") if "jax_triton" in path.read_text()}
+    assert users <= {"_launch.py"}

@@ -1,0 +1,482 @@
+"""The gated linear recurrence and its family against the float64 loop, value and gradient, whatever implements them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import assert_close
+from linear_attention_cases import CASES, Case
+
+import ejkernel
+from ejkernel import lightning_attn, linear_attention, recurrent, recurrent_gla, retention, simple_gla
+from ejkernel.kernels.linear_recurrence import xla_chunk, xla_layout
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 16 tokens in blocks of 4: every border is crossed by short sequences, which compile in less time."""
+    monkeypatch.setattr(xla_layout, "LARGEST_CHUNK", 16)
+    monkeypatch.setattr(xla_chunk, "BASE", 4)
+
+
+def split(arrays):
+    """Arrays with a gradient, and the rest."""
+    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    return {name: x for name, x in arrays.items() if name not in rest}, rest
+
+
+def with_gradients(arrays, options, seed=1):
+    """Output, final state and gradients by `jax.vjp`, with the cotangents that were used."""
+    differentiable, rest = split(arrays)
+    results, vjp = jax.vjp(lambda x: recurrent(**x, **rest, **options), differentiable)
+    random = np.random.default_rng(seed)
+    cotangents = tuple(random.normal(size=x.shape).astype(x.dtype) for x in results)
+    return results, vjp(cotangents)[0], cotangents
+
+
+def check_against_oracle(arrays, options, tolerance, dtypes=None):
+    (output, final), grads, (d_output, d_final) = with_gradients(arrays, options)
+    expected = oracle.recurrent(**arrays, **options, d_output=d_output, d_final_state=d_final)
+    assert_close(output, expected[0], tolerance, "output")
+    assert_close(final, expected[1], tolerance, "final state")
+    assert grads.keys() == expected[2].keys()
+    for name, grad in grads.items():
+        assert grad.dtype == arrays[name].dtype
+        assert_close(grad, expected[2][name], 4 * tolerance, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_oracle(case, x64, small_chunks):
+    check_against_oracle(case.arrays(), case.options, TOLERANCE["float64"])
+
+
+FULL_SIZE = ("gamma packed", "one gate a head mixed", "g mixed", "g mixed reverse packed", "all gates mixed")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FULL_SIZE], ids=str)
+def test_matches_oracle_in_chunks_of_full_size(case):
+    check_against_oracle(case.arrays(np.float32), case.options, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("gamma packed", "g mixed", "gv", "one token")], ids=str
+)
+def test_half_precision(case, dtype, small_chunks):
+    arrays = {n: x if n == "cu_seqlens" else jnp.asarray(x, dtype) for n, x in case.arrays(np.float32).items()}
+    (output, final), _, _ = with_gradients(arrays, case.options)
+    assert output.dtype == dtype and final.dtype == jnp.float32
+    check_against_oracle(arrays, case.options, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 128, 129, 200])
+def test_any_length(tokens, x64):
+    case = Case(
+        "length", tokens=tokens, gates={"g": "ordinary"}, narrow=("g",), state="each", batch=1, heads=1, kv_heads=1
+    )
+    check_against_oracle(case.arrays(), {}, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
+def test_gate_gradient_is_right_in_every_chunk(narrow):
+    """Strong decay makes gate gradients tiny next to the terms that they are sums of."""
+    case = Case("long", batch=1, tokens=4096, heads=1, kv_heads=1, gates={"g": "strong"}, narrow=narrow, state="each")
+    arrays = case.arrays(np.float32)
+    _, grads, (d_output, d_final) = with_gradients(arrays, {})
+    expected = oracle.recurrent(**arrays, d_output=d_output, d_final_state=d_final)[2]["g"]
+    by_chunk = (64, 64, -1)
+    for chunk, (actual, wanted) in enumerate(
+        zip(np.reshape(grads["g"], by_chunk), expected.reshape(by_chunk), strict=True)
+    ):
+        assert_close(actual, wanted, 1e-4, f"gradient of g in chunk {chunk}")
+
+
+def test_large_gates_cost_neighbours_nothing():
+    """A gate of -1e4 must not eat the digits of small gates after it."""
+    arrays = Case("one huge", batch=1, tokens=64, gates={"g": "ordinary"}, state="each").arrays(np.float32)
+    for width in (1, 5):
+        arrays["g"] = np.full((1, 64, 2, width), -0.01, np.float32)
+        arrays["g"][:, ::7] = -1e4
+        check_against_oracle(arrays, {}, 1e-6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+class TestEquivalences:
+    case = Case("plain", gates={"g": "ordinary", "gv": "tiny"}, state="each", **{"heads": 4, "kv_heads": 2})
+
+    def test_split(self, x64):
+        arrays = self.case.arrays()
+        whole = recurrent(**arrays)
+        for border in (1, 33, 64):
+            head = {n: x if n == "initial_state" else x[:, :border] for n, x in arrays.items()}
+            first, state = recurrent(**head)
+            tail = {n: state if n == "initial_state" else x[:, border:] for n, x in arrays.items()}
+            second, state = recurrent(**tail)
+            assert_close(np.concatenate([first, second], 1), whole[0], 1e-12)
+            assert_close(state, whole[1], 1e-12)
+
+    def test_reverse_is_flip_run_flip(self, x64):
+        arrays = self.case.arrays()
+        flipped = {n: x if n == "initial_state" else np.flip(x, 1) for n, x in arrays.items()}
+        output, state = recurrent(**flipped)
+        actual = recurrent(**arrays, reverse=True)
+        assert_close(actual[0], np.flip(output, 1), 1e-12)
+        assert_close(actual[1], state, 1e-12)
+
+    def test_packed_is_each_alone(self, x64):
+        case = Case("packed", gates={"g": "mixed", "g_gamma": "tiny"}, lengths=(5, 0, 70), state="each")
+        arrays = case.arrays()
+        (output, final), grads, (d_output, d_final) = with_gradients(arrays, {})
+        borders = arrays.pop("cu_seqlens")
+        for n, (start, end) in enumerate(itertools.pairwise(borders)):
+            by_sequence = ("initial_state", "g_gamma")
+            alone = {k: x[n : n + 1] if k in by_sequence else x[:, start:end] for k, x in arrays.items()}
+            (one, state), vjp = jax.vjp(lambda x: recurrent(**x), alone)
+            assert_close(output[:, start:end], one, 1e-12)
+            assert_close(final[n : n + 1], state, 1e-12)
+            (expected,) = vjp((d_output[:, start:end], d_final[n : n + 1]))
+            for k, x in expected.items():
+                assert_close(grads[k][n : n + 1] if k in by_sequence else grads[k][:, start:end], x, 1e-12, k)
+
+    def test_step_by_step(self, x64):
+        arrays = Case("short", tokens=9, gates={"g": "ordinary"}, state="each").arrays()
+        whole = recurrent(**arrays)
+        state, outputs = arrays.pop("initial_state"), []
+        for t in range(9):
+            output, state = recurrent(**{n: x[:, t : t + 1] for n, x in arrays.items()}, initial_state=state)
+            outputs.append(output)
+        assert_close(np.concatenate(outputs, 1), whole[0], 1e-12)
+        assert_close(state, whole[1], 1e-12)
+
+    def test_grouped_is_repeated(self, x64):
+        arrays = self.case.arrays()
+        repeated = arrays | {n: np.repeat(arrays[n], 2, 2) for n in ("key", "value")}
+        assert_close(recurrent(**arrays)[0], recurrent(**repeated)[0], 1e-12)
+
+    def test_gk_is_g_and_gamma_is_constant_g(self, x64):
+        arrays = Case("key", gates={"g": "ordinary"}).arrays()
+        g = arrays.pop("g")
+        assert_close(recurrent(**arrays, gk=g)[0], recurrent(**arrays, g=g)[0], 1e-12)
+        gamma = np.array([-0.1, -2.0])
+        constant = np.broadcast_to(gamma[None, None, :, None], g.shape)
+        assert_close(recurrent(**arrays, g_gamma=gamma)[0], recurrent(**arrays, g=constant)[0], 1e-12)
+
+
+HEADS = np.arange(4)
+FRONTS = {  # front, its arguments, the gates
+    "linear_attention": (linear_attention, {}, {}),
+    "retention": (retention, {}, {"g_gamma": np.log(1 - 2.0 ** (-5 - HEADS))}),
+    "lightning_attn": (
+        lightning_attn,
+        {"layer_idx": 3, "num_layers": 12},
+        {"g_gamma": -(8 / 4) * (1 - 3 / 12) * HEADS},
+    ),
+    "simple_gla": (
+        simple_gla,
+        {"g": -np.linspace(0, 3, 2 * 70 * 4, dtype=np.float32).reshape(2, 70, 4)},
+        {"g": -np.linspace(0, 3, 2 * 70 * 4).reshape(2, 70, 4, 1) * np.ones(5)},
+    ),
+    "recurrent_gla": (
+        recurrent_gla,
+        {"g": np.full((2, 70, 4, 5), -0.2, np.float32), "g_gamma": np.full(4, -0.1, np.float32)},
+        {"g": np.full((2, 70, 4, 5), -0.3)},
+    ),
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+class TestFamily:
+    """Each front is `recurrent` with its gates written out, through gradients too."""
+
+    arrays = Case("family", heads=4, kv_heads=2, state="each").arrays(np.float32)
+
+    @pytest.mark.parametrize("name", FRONTS)
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_is_recurrent(self, name, reverse):
+        front, arguments, gates = FRONTS[name]
+        (output, final), vjp = jax.vjp(lambda x: front(**x, **arguments, reverse=reverse), self.arrays)
+        cotangents = np.cos(output), np.sin(final)
+        expected = oracle.recurrent(
+            **self.arrays, **gates, reverse=reverse, d_output=cotangents[0], d_final_state=cotangents[1]
+        )
+        assert_close(output, expected[0], 1e-5)
+        assert_close(final, expected[1], 1e-5)
+        for argument, grad in vjp(cotangents)[0].items():
+            assert_close(grad, expected[2][argument], 1e-5, argument)
+
+    def test_packed(self):
+        arrays = {n: x[0] for n, x in self.arrays.items() if n != "initial_state"}
+        output, states = retention(**arrays, cu_seqlens=jnp.array([0, 30, 70]))
+        gamma = np.log(1 - 2.0 ** (-5 - HEADS))
+        expected = oracle.recurrent(**arrays, g_gamma=gamma, cu_seqlens=[0, 30, 70])
+        assert_close(output, expected[0], 1e-5)
+        assert_close(states, expected[1], 1e-5)
+
+    def test_layer_may_be_traced(self):
+        arrays = {n: x for n, x in self.arrays.items() if n != "initial_state"}
+        layers = jax.lax.map(lambda i: lightning_attn(**arrays, layer_idx=i, num_layers=3)[0], jnp.arange(3))
+        assert_close(layers[1], lightning_attn(**arrays, layer_idx=1, num_layers=3)[0], 1e-6)
+
+    def test_scale_may_be_traced(self):
+        arrays = {n: jnp.asarray(x, jnp.bfloat16) for n, x in self.arrays.items()}
+        run = jax.jit(lambda scale: recurrent(**arrays, softmax_scale=scale)[0])
+        assert run(0.3).dtype == jnp.bfloat16
+        assert_close(run(0.3), recurrent(**arrays, softmax_scale=0.3)[0], 1e-2)
+        assert_close(jax.grad(lambda s: run(s).astype(float).sum())(0.3), run(1.0).astype(float).sum(), 2e-2)
+
+
+@pytest.mark.usefixtures("small_chunks")
+class TestTransformations:
+    case = Case("small", batch=2, tokens=20, gates={"g": "ordinary"}, state="each", **{"heads": 4, "kv_heads": 2})
+
+    def loss(self, arrays):
+        output, final = recurrent(**arrays)
+        return (output**2).sum() + jnp.sin(final).sum()
+
+    def test_grad_of_grad(self, x64):
+        """Against differences of the first gradient, in a direction that moves every argument."""
+        arrays = {n: jnp.asarray(x) for n, x in self.case.arrays().items()}
+        arrays["gv"] = jnp.full((2, 20, 4, 3), -0.1)
+        random = np.random.default_rng(2)
+        away = {n: random.normal(size=x.shape) for n, x in arrays.items()}
+        grad = jax.jit(jax.grad(self.loss))
+
+        def slope(x):
+            return sum((x[n] * away[n]).sum() for n in away)
+
+        second = jax.jit(jax.grad(lambda x: slope(jax.grad(self.loss)(x))))(arrays)
+        step = 1e-5
+        up, down = ({n: x + s * away[n] for n, x in arrays.items()} for s in (step, -step))
+        expected = jax.tree.map(lambda u, d: (u - d) / (2 * step), grad(up), grad(down))
+        for n, x in second.items():
+            assert_close(x, expected[n], 1e-7, n)
+
+    def test_grad_of_grad_with_resets_is_finite(self):
+        arrays = {n: jnp.asarray(x) for n, x in self.case.arrays(np.float32).items()}
+        arrays["g"] = arrays["g"].at[:, ::5].set(-jnp.inf)
+        for width in (1, 5):
+            some = arrays | {"g": arrays["g"][..., :width]}
+            second = jax.grad(lambda x: sum((g**2).sum() for g in jax.grad(self.loss)(x).values()))(some)
+            assert all(np.isfinite(x).all() for x in second.values())
+
+    def test_vmap(self):
+        arrays = self.case.arrays(np.float32)
+        stacked = {n: np.stack([x, x[::-1]]) for n, x in arrays.items()}
+        output = jax.vmap(lambda x: recurrent(**x)[0])(stacked)
+        assert_close(output[1], recurrent(**arrays)[0][::-1], 1e-6)
+        grads = jax.vmap(jax.grad(self.loss))(stacked)
+        for n, x in jax.grad(self.loss)(arrays).items():
+            assert_close(grads[n][0], x, 1e-6, n)
+
+    def test_vmap_over_borders(self):
+        arrays = {n: x[:1] for n, x in self.case.arrays(np.float32).items() if n != "initial_state"}
+        borders = jnp.array([[0, 5, 20], [0, 0, 13]])
+        outputs, states = jax.vmap(lambda cu: recurrent(**arrays, cu_seqlens=cu))(borders)
+        for cu, output, state in zip(borders, outputs, states, strict=True):
+            expected = oracle.recurrent(**arrays, cu_seqlens=cu)
+            assert_close(output, expected[0], 1e-5)
+            assert_close(state, expected[1], 1e-5)
+
+    def test_checkpoint_and_scan(self):
+        arrays = self.case.arrays(np.float32)
+        assert_close(jax.grad(jax.checkpoint(self.loss))(arrays)["g"], jax.grad(self.loss)(arrays)["g"], 1e-6)
+        state = arrays.pop("initial_state")
+
+        def pieces(state, x):
+            output, state = recurrent(**x, initial_state=state)
+            return state, output
+
+        quarters = {n: np.moveaxis(x.reshape(2, 4, 5, *x.shape[2:]), 1, 0) for n, x in arrays.items()}
+        final, outputs = jax.lax.scan(pieces, state, quarters)
+        expected = recurrent(**arrays, initial_state=state)
+        assert_close(np.moveaxis(outputs, 0, 1).reshape(expected[0].shape), expected[0], 1e-6)
+        assert_close(final, expected[1], 1e-6)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_shard_map(self, packed):
+        """With arguments that do not vary over the mesh beside ones that do, gradients included."""
+        mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+        rows, everywhere = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+        arrays = self.case.arrays(np.float32)
+        del arrays["initial_state"]
+        arrays = {n: x[:1] for n, x in arrays.items()} if packed else arrays
+        gamma = jnp.full(4, -0.1)
+        borders = jnp.array([0, 7, 20]) if packed else None
+
+        def run(x, gamma):
+            return recurrent(**x, g_gamma=gamma, cu_seqlens=borders)
+
+        sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows, everywhere), out_specs=(rows, rows))
+        assert_close(jax.jit(sharded)(arrays, gamma)[0], run(arrays, gamma)[0], 1e-6)
+        expected = jax.grad(lambda *a: run(*a)[0].sum(), argnums=(0, 1))(arrays, gamma)
+        actual = jax.jit(jax.grad(lambda *a: sharded(*a)[0].sum(), argnums=(0, 1)))(arrays, gamma)
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5), actual, expected)
+
+    def test_export(self):
+        arrays = self.case.arrays(np.float32)
+        exported = jax.export.export(jax.jit(lambda x: recurrent(**x)), platforms=["cpu", "cuda", "tpu"])(arrays)
+        assert_close(exported.call(arrays)[0], recurrent(**arrays)[0], 1e-6)
+
+
+class TestCost:
+    def compiled(self, tokens, narrow=()):
+        case = Case("cost", batch=1, tokens=tokens, key_dim=64, value_dim=64, gates={"g": "ordinary"}, narrow=narrow)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.arrays(np.float32))
+        return jax.jit(jax.grad(lambda x: sum(y.sum() for y in recurrent(**x)))).lower(shapes).compile()
+
+    @pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
+    def test_never_holds_a_state_for_every_token(self, narrow):
+        states = 16384 * 2 * 64 * 64 * 4
+        assert self.compiled(16384, narrow).memory_analysis().temp_size_in_bytes <= states / 8
+
+    def test_new_borders_do_not_recompile(self, caplog):
+        arrays = Case("packed", gates={"g_gamma": "ordinary"}, gamma_shape="H", lengths=(20, 21)).arrays(np.float32)
+        del arrays["cu_seqlens"]
+
+        def compilations(borders):
+            caplog.clear()
+            with jax.log_compiles():
+                output, _ = recurrent(**arrays, cu_seqlens=np.array(borders))
+            assert_close(output, oracle.recurrent(**arrays, cu_seqlens=borders)[0], 1e-5)
+            return [record for record in caplog.records if "Compiling" in record.getMessage()]
+
+        assert compilations([0, 3, 41])
+        for borders in ([0, 0, 41], [0, 41, 41], [0, 1, 2]):
+            assert not compilations(borders)
+
+    def test_decoding_updates_a_donated_state_in_place(self):
+        case = Case("decode", tokens=1, gates={"g": "ordinary"}, state="each", key_dim=64, value_dim=64)
+        arrays = {n: jnp.asarray(x) for n, x in case.arrays(np.float32).items()}
+        state = arrays.pop("initial_state")
+        step = jax.jit(lambda state, x: recurrent(**x, initial_state=state), donate_argnums=0)
+        compiled = step.lower(state, arrays).compile()
+        assert "while" not in compiled.as_text()
+        analysis = compiled.memory_analysis()
+        assert analysis.alias_size_in_bytes >= state.nbytes
+        assert analysis.temp_size_in_bytes < state.nbytes
+
+
+@pytest.mark.usefixtures("small_chunks")
+class TestLeaks:
+    """Rubbish in one sequence or in padding changes no bit of another, in values and gradients."""
+
+    @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
+    @pytest.mark.parametrize("gates", [("g_gamma",), ("g",), ("g", "gv")], ids="+".join)
+    def test_between_packed_sequences(self, rubbish, gates):
+        case = Case("leak", gates=dict.fromkeys(gates, "ordinary"), lengths=(6, 9, 7), padding=5, state="each")
+        clean = case.arrays(np.float32)
+        dirty = {n: x.copy() for n, x in clean.items()}
+        for n, x in dirty.items():
+            if n in ("initial_state", "g_gamma"):
+                x[1] = rubbish
+            elif n != "cu_seqlens":
+                x[:, 6:15] = rubbish
+                x[:, 22:] = rubbish
+        (output, final), grads, _ = with_gradients(clean, {})
+        (output2, final2), grads2, _ = with_gradients(dirty, {})
+        others = np.r_[0:6, 15:22]
+        np.testing.assert_array_equal(output2[:, others], output[:, others])
+        np.testing.assert_array_equal(output2[:, 22:], 0)
+        np.testing.assert_array_equal(final2[np.r_[0, 2]], final[np.r_[0, 2]])
+        for n, grad in grads.items():
+            if n in ("initial_state", "g_gamma"):
+                np.testing.assert_array_equal(grads2[n][np.r_[0, 2]], grad[np.r_[0, 2]], n)
+            else:
+                np.testing.assert_array_equal(grads2[n][:, others], grad[:, others], n)
+                np.testing.assert_array_equal(grads2[n][:, 22:], 0, n)
+
+    @pytest.mark.parametrize("rubbish", [np.nan, -np.inf, 1e30])
+    def test_between_rows(self, rubbish):
+        case = Case("leak", gates={"g": "ordinary"}, tokens=20, state="each")
+        clean = case.arrays(np.float32)
+        dirty = {n: np.concatenate([x[:1], np.full_like(x[1:], rubbish)]) for n, x in clean.items()}
+        (output, final), grads, _ = with_gradients(clean, {})
+        (output2, final2), grads2, _ = with_gradients(dirty, {})
+        np.testing.assert_array_equal(output2[0], output[0])
+        np.testing.assert_array_equal(final2[0], final[0])
+        for n, grad in grads.items():
+            np.testing.assert_array_equal(grads2[n][0], grad[0], n)
+
+
+def bad(**changes):
+    """A good call, with some arguments replaced."""
+    good = dict.fromkeys(("query", "key", "value"), jnp.ones((2, 6, 4, 8)))
+    return good | changes
+
+
+def packed(borders, **changes):
+    one = dict.fromkeys(("query", "key", "value"), jnp.ones((6, 4, 8)))
+    return one | {"cu_seqlens": jnp.array(borders)} | changes
+
+
+ones = jnp.ones
+ERRORS = [
+    (bad(query=ones((2, 6, 8))), ValueError, r"query: got shape \(2, 6, 8\); expected \[B, T, H, K\]"),
+    (bad(key=ones((2, 5, 4, 8))), ValueError, r"key: got shape \(2, 5, 4, 8\); expected .* T=6"),
+    (bad(key=ones((2, 6, 4, 7))), ValueError, r"key: got shape .* K=8"),
+    (bad(value=ones((2, 6, 2, 8))), ValueError, r"value: got shape .* Hkv=4"),
+    (bad(value=ones((1, 6, 4, 8))), ValueError, r"value: got shape .* B=2"),
+    (bad(key=ones((2, 6, 3, 8)), value=ones((2, 6, 3, 8))), ValueError, "key: got 3 heads; expected a divisor of .* 4"),
+    (bad(g=ones((2, 6, 4))), ValueError, r"g: got shape \(2, 6, 4\); expected \[B, T, H, 1\|K\]"),
+    (bad(g=ones((2, 6, 4, 5))), ValueError, "g: got shape .* K=8"),
+    (bad(gk=ones((2, 6, 2, 8))), ValueError, "gk: got shape .* H=4"),
+    (bad(gv=ones((2, 6, 4, 9))), ValueError, "gv: got shape .* V=8"),
+    (bad(g_gamma=ones(3)), ValueError, r"g_gamma: got shape \(3,\); expected \[H\] with H=4"),
+    (bad(g_gamma=ones((3, 4))), ValueError, r"g_gamma: got shape \(3, 4\); expected \[1\|B, H\] with B=2"),
+    (bad(initial_state=ones((3, 4, 8, 8))), ValueError, r"initial_state: got shape .* B=2"),
+    (bad(initial_state=ones((8, 8))), ValueError, r"initial_state: got shape .* \[H, K, V\] or \[B, H, K, V\]"),
+    (bad(cu_seqlens=jnp.array([0, 6])), ValueError, "cu_seqlens: got a batch of 2"),
+    (packed([1, 6]), ValueError, "cu_seqlens: got first value 1; expected 0"),
+    (packed([0, 4, 3]), ValueError, "cu_seqlens: got a decrease at index 2"),
+    (packed([0, 7]), ValueError, "cu_seqlens: got last value 7; expected at most the 6"),
+    (packed([[0, 6]]), ValueError, r"cu_seqlens: got shape \(1, 2\)"),
+    (packed([0.0, 6.0]), TypeError, "cu_seqlens: got dtype float32"),
+    (packed([0, 3, 6], initial_state=ones((3, 4, 8, 8))), ValueError, "initial_state: got shape .* N=2"),
+    (packed([0, 3, 6], g_gamma=ones((3, 4))), ValueError, "g_gamma: got shape .* N=2"),
+    (bad(query=ones((2, 6, 4, 8), int)), TypeError, "query: got dtype int32; expected a floating-point"),
+    (bad(value=ones((2, 6, 4, 8), complex)), TypeError, "value: got dtype complex64"),
+    (bad(g=ones((2, 6, 4, 8), bool)), TypeError, "g: got dtype bool"),
+    (bad(key=None), TypeError, "key: got NoneType; expected an array"),
+    (bad(query=[[1.0]]), TypeError, "query: got list; expected an array"),
+    (bad(reverse=1), TypeError, "reverse: got int; expected True or False"),
+    (bad(platform="vulkan"), ValueError, "platform: got 'vulkan'; this op has .*'xla'"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", ERRORS, ids=[message[:40] for *_, message in ERRORS])
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        recurrent(**arguments)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x: simple_gla(x, x, x, ones((2, 6, 4, 1))), ValueError, r"g: got shape .* \(2, 6, 4\)"),
+        (lambda x: lightning_attn(x, x, x, 0, 0), ValueError, "num_layers: got 0; expected an int of at least 1"),
+        (lambda x: lightning_attn(x, x, x, 0, 1.5), ValueError, "num_layers: got 1.5"),
+        (lambda x: retention(x[0, 0], x, x), ValueError, r"query: got shape \(4, 8\)"),
+    ],
+)
+def test_errors_of_the_family(call, error, message):
+    with pytest.raises(error, match=message):
+        call(ones((2, 6, 4, 8)))
+
+
+def test_pinned_paths():
+    from ejkernel.kernels import _xla
+    from ejkernel.kernels._xla.gla import recurrent_gla as gla
+    from ejkernel.kernels._xla.recurrent._interface import recurrent as pinned
+
+    assert _xla.recurrent is pinned and _xla.recurrent_gla is gla
+    x = ones((1, 4, 1, 2))
+    np.testing.assert_array_equal(pinned(x, x, x)[0], ejkernel.recurrent(x, x, x, platform="xla")[0])
+    for name in ("lightning_attn", "linear_attention", "recurrent", "recurrent_gla", "retention", "simple_gla"):
+        assert callable(getattr(_xla, name))
+    with pytest.raises(TypeError, match="always runs 'xla'"):
+        pinned(x, x, x, platform="xla")
