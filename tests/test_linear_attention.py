@@ -19,9 +19,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of 16 tokens in blocks of 4: every border is crossed by short sequences, which compile in less time."""
+    """Chunks of 16 tokens in blocks of 2: every border is crossed by short sequences, which compile in less time."""
     monkeypatch.setattr(xla_layout, "LARGEST_CHUNK", 16)
-    monkeypatch.setattr(xla_chunk, "BASE", 4)
+    monkeypatch.setattr(xla_chunk, "BASE", 2)
 
 
 def split(arrays):

@@ -53,6 +53,16 @@ def all_decays(log_decay: jax.Array, smallest: int) -> dict[int, Decays]:
 
 
 def _widened(decays: Decays, size: int) -> Decays:
-    since, next_since = halves(decays.since, size)
-    until, next_until = halves(decays.until, size)
-    return Decays(joined(since, next_since * since[..., -1:, :]), joined(until * next_since[..., -1:, :], next_until))
+    """Decays in blocks of twice the size: the first block's total goes to the second's tokens, and the other way."""
+    first, second = (half[..., -1:, :] for half in halves(decays.since, size))
+    # factors of 1 and a product rather than pieces put together: XLA's CPU backend is much faster at it
+    one = jnp.ones_like(first)
+    return Decays(
+        _scaled(decays.since, size, jnp.stack([one, first], 3)),
+        _scaled(decays.until, size, jnp.stack([second, one], 3)),
+    )
+
+
+def _scaled(x: jax.Array, size: int, factors: jax.Array) -> jax.Array:
+    """`x` with every block of `size` tokens multiplied by its factor, `[B, H, C/2/size, 2, 1, D]`."""
+    return (x.reshape(*x.shape[:2], -1, 2, size, x.shape[-1]) * factors).reshape(x.shape)

@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel.kernels.linear_recurrence.xla_blocks import all_decays, halves, in_first, in_second
 
 # Inside blocks of this many tokens keys are decayed token by token: cheaper on a CPU than matrices this small.
-BASE = 8
+BASE = 4
 
 Einsum = Callable[..., jax.Array]
 
