@@ -3,11 +3,13 @@
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.drawing import log_log
 from benchmarks.timing import Row, compare
 from ejkernel import recurrent
 
@@ -71,7 +73,7 @@ def speed() -> list[Row]:
 def short() -> list[Row]:
     """Few tokens, where a scan is at its best."""
     rows = []
-    for tokens in (1, 2, 4, 8, 16, 32, 64):
+    for tokens in (1, 2, 3, 4, 7, 8, 16, 31, 32, 64):
         x = arrays(tokens)
         for what, wrap in (("forward", forward), ("forward + backward", with_gradient)):
             candidates = {"lax.scan": wrap(token_scan, x), "recurrent": wrap(recurrent, x)}
@@ -79,29 +81,33 @@ def short() -> list[Row]:
     return rows
 
 
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+CURVE = Path(__file__).parent / "results" / "linear_recurrence_by_length.svg"
+
+
 def length() -> list[Row]:
-    """Time against length; ratios are to 1024 tokens, so linear means ratio = T / 1024."""
-    candidates = {f"T {t}": with_gradient(recurrent, arrays(t, heads=2, dim=64)) for t in (1024, 4096, 16384, 65536)}
-    return compare("forward + backward by length, H 2 K V 64", candidates, rounds=5)
-
-
-def cost() -> str:
-    """Temporaries and compile time by length."""
-    lines = ["forward + backward, H 2 K V 64:  tokens   temporaries MB   per T·K·V   lower + compile s"]
-    for tokens in (512, 4096, 16384, 32768, 65536):
+    """Forward + backward against length, drawn as a curve; ratios are to 1024 tokens, so linear means `T / 1024`."""
+    inputs = {tokens: arrays(tokens, heads=2, dim=64) for tokens in LENGTHS}
+    steps = {f"T {tokens}": with_gradient(recurrent, x) for tokens, x in inputs.items()}
+    rows = compare("forward + backward by length, H 2 K V 64", steps, rounds=7)
+    megabytes, seconds = [], []
+    for step, x in zip(steps.values(), inputs.values(), strict=True):
+        jax.clear_caches()
         start = time.perf_counter()
-        compiled = (
-            with_gradient(recurrent, arrays(tokens, heads=2, dim=64))
-            .func.lower(arrays(tokens, heads=2, dim=64))
-            .compile()
-        )
-        took = time.perf_counter() - start
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        share = temporaries / (tokens * 2 * 64 * 64 * 4)
-        lines.append(f"{tokens:40d} {temporaries / 1e6:16.1f} {share:11.4f} {took:19.2f}")
-    return "\n".join(lines)
+        compiled = step.func.lower(x).compile()
+        seconds.append(time.perf_counter() - start)
+        megabytes.append(compiled.memory_analysis().temp_size_in_bytes / 1e6)
+    print("tokens   temporaries MB   as a share of T·K·V   lower + compile s")
+    for tokens, size, took in zip(LENGTHS, megabytes, seconds, strict=True):
+        print(f"{tokens:6d} {size:16.1f} {size * 1e6 / (tokens * 2 * 64 * 64 * 4):21.4f} {took:19.2f}")
+    CURVE.parent.mkdir(exist_ok=True)
+    curves = {
+        "time, ms": [(tokens, row.median_ms) for tokens, row in zip(LENGTHS, rows, strict=True)],
+        "temporaries, MB": list(zip(LENGTHS, megabytes, strict=True)),
+    }
+    CURVE.write_text(log_log("Recurrence, forward + backward: H 2, K V 64", "tokens", "ms or MB", curves))
+    return rows
 
 
 def run() -> list[Row]:
-    print(cost())
     return speed() + short() + length()

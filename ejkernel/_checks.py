@@ -93,8 +93,8 @@ class Dims:
 
 
 def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seqlens") -> jax.Array:
-    """`cu` as an array of sequence borders; its values are checked when they can be read."""
-    cu = array(argument, cu)
+    """`cu`, an array or a list, as an array of sequence borders; its values are checked when they can be read."""
+    cu = array(argument, np.asarray(cu) if isinstance(cu, list | tuple) and all(map(is_concrete, cu)) else cu)
     if not jnp.issubdtype(cu.dtype, jnp.integer):
         raise TypeError(f"{argument}: got dtype {cu.dtype}; expected int32 or int64")
     if cu.ndim != 1 or cu.shape[0] < 1:

@@ -67,7 +67,7 @@ def recurrent(
         Three sequences in one stream:
 
         >>> query = key = value = jnp.ones((150, 8, 64))
-        >>> output, states = recurrent(query, key, value, cu_seqlens=jnp.array([0, 50, 100, 150]))
+        >>> output, states = recurrent(query, key, value, cu_seqlens=[0, 50, 100, 150])
         >>> output.shape, states.shape
         ((150, 8, 64), (3, 8, 64, 64))
     """
