@@ -25,6 +25,8 @@ def array(argument: str, x: Any) -> jax.Array:
     """`x` as a JAX array; anything that is no array (a list, `None`, a string) is a `TypeError`."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{argument}: got {type(x).__name__}; expected an array")
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an array of numbers")
     return jnp.asarray(x)
 
 

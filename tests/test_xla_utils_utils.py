@@ -63,7 +63,7 @@ def test_matches_oracle(name, x64):
 
 def test_contract_examples():
     cu = jnp.array([0, 3, 5, 9])
-    assert prepare_lens(cu).tolist() == [3, 2, 4]
+    assert prepare_lens(cu).tolist() == prepare_lens([0, 3, 5, 9]).tolist() == [3, 2, 4]
     assert prepare_position_ids(cu).tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert prepare_sequence_ids(cu).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
     assert prepare_chunk_indices(cu, 2).tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
@@ -181,7 +181,8 @@ def test_convert_repairs_a_wrong_cotangent():
 CU = jnp.array([0, 3, 5])
 
 REFUSED = [
-    (lambda: prepare_lens([0, 1]), TypeError, "cu_seqlens: got list; expected an array"),
+    (lambda: prepare_lens(3), TypeError, "cu_seqlens: got int; expected an array"),
+    (lambda: prepare_lens([0, "a"]), TypeError, "cu_seqlens: got dtype .* expected an array of numbers"),
     (lambda: prepare_lens(jnp.array([0.0, 1.0])), TypeError, "cu_seqlens: got dtype float32; expected int32 or int64"),
     (lambda: prepare_lens(jnp.array([[0, 1]])), ValueError, r"cu_seqlens: got shape \(1, 2\); expected \[N\+1\]"),
     (lambda: prepare_lens(jnp.zeros(0, int)), ValueError, r"cu_seqlens: got shape \(0,\); expected \[N\+1\]"),
