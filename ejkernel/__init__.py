@@ -1,6 +1,6 @@
 """Attention kernels for JAX: gated linear recurrences and softmax attention, packed, exact and fast."""
 
-from ejkernel import xla_utils
+from ejkernel import parallel, xla_utils
 from ejkernel.attention import attention, flash_attention
 from ejkernel.linear_attention import (
     lightning_attn,
@@ -18,6 +18,7 @@ __all__ = [
     "flash_attention",
     "lightning_attn",
     "linear_attention",
+    "parallel",
     "recurrent",
     "recurrent_gla",
     "retention",

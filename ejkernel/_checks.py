@@ -428,3 +428,25 @@ def gate_per_head(g: Any, query: Any) -> jax.Array:
     if g.shape != query.shape[:-1]:
         fail("g", f"shape {g.shape}", f"{query.shape[:-1]}, one number for each token and head of query")
     return g[..., None]
+
+
+def bound_axis(axis_name: str) -> int:
+    """The size of a mesh axis that the caller's `shard_map` runs over."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        fail("axis_name", repr(axis_name), "an axis of the shard_map around this call; outside of one, give mesh=")
+
+
+def mesh_axis(mesh: jax.sharding.Mesh, axis_name: str) -> int:
+    """The size of an axis of `mesh`."""
+    if axis_name not in mesh.shape:
+        fail("axis_name", repr(axis_name), f"one of the mesh's axes {tuple(mesh.shape)}")
+    return mesh.shape[axis_name]
+
+
+def divisible_time(query: jax.Array, dimension: int, axis_name: str, devices: int) -> None:
+    """The tokens can be dealt out evenly."""
+    tokens = floating("query", query).shape[dimension]
+    if tokens % devices:
+        fail("query", f"{tokens} tokens", f"a multiple of the {devices} devices of axis {axis_name!r}: pad the tokens")

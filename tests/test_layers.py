@@ -13,7 +13,7 @@ LAYERS = (
     ("ejkernel._dispatch",),
     ("ejkernel.kernels",),
     ("ejkernel.attention", "ejkernel.linear_attention"),
-    ("ejkernel.kernels._xla",),
+    ("ejkernel.kernels._xla", "ejkernel.parallel"),
     ("ejkernel",),
 )
 

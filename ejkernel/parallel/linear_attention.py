@@ -1,0 +1,150 @@
+"""The gated linear recurrence with its tokens spread over a mesh axis.
+
+Each device finds what its slice of the tokens does to a state: multiply it by a decay, add a state. These pairs, whose
+size does not depend on the number of tokens, are gathered in one collective, and each device composes the pairs
+before its own into the state that its slice starts from. A decay is only ever multiplied by, never divided by.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel import _checks
+from ejkernel.linear_attention import recurrent as on_one_device
+from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
+
+PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
+
+
+def recurrent(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    gv: jax.Array | None = None,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`ejkernel.recurrent` with the tokens sharded over a mesh axis, in one collective forward and one backward.
+
+    Without `mesh` it is called inside the caller's own `shard_map`: arrays with a token dimension are this device's
+    slice of it, everything else (`g_gamma`, `initial_state`, `cu_seqlens`) is the same on all devices, and so is the
+    final state that comes back. With `mesh` it takes and returns global arrays and does the `shard_map` itself; other
+    axes of the mesh stay as JAX has them.
+
+    Args:
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+
+    The other arguments are `ejkernel.recurrent`'s, `cu_seqlens` counting the tokens of the whole stream: packed
+    sequences may straddle devices.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel import parallel
+        >>> mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> query = key = value = jnp.ones((2, 100, 8, 64))
+        >>> output, state = parallel.recurrent(query, key, value, axis_name="time", mesh=mesh)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "g": g,
+        "gk": gk,
+        "gv": gv,
+        "g_gamma": g_gamma,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    options = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
+    if mesh is None:
+        return _on_slice(arrays, options, axis_name, _checks.bound_axis(axis_name))
+    devices = _checks.mesh_axis(mesh, axis_name)
+    unbatched = cu_seqlens is not None and query.ndim == 3
+    _checks.divisible_time(query, 0 if unbatched else 1, axis_name, devices)
+    sliced = jax.P(axis_name) if unbatched else jax.P(None, axis_name)
+    specs = {name: sliced if name in PER_TOKEN else jax.P() for name in arrays}
+    run = jax.shard_map(
+        lambda arrays: _on_slice(arrays, options, axis_name, devices),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(sliced, jax.P()),
+        axis_names={axis_name},
+    )
+    return run(arrays)
+
+
+def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, devices: int) -> tuple[jax.Array, jax.Array]:
+    """The call on this device's slice of the tokens, arrays by name."""
+    initial = arrays.get("initial_state")
+    local = {name: x for name, x in arrays.items() if name != "initial_state"}
+    me = lax.axis_index(axis)
+    if "cu_seqlens" in local:
+        tokens = local["query"].shape[-3]
+        borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
+        local["cu_seqlens"] = jnp.clip(borders - me * tokens, 0, tokens)
+    _, added = on_one_device(**local, **options)  # [N, H, K, V]
+    effects = lax.all_gather(_packed(*_total_decay(local), added), axis, to="invarying")  # [devices, …]
+
+    def compose(state: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
+        decay, value_decay, added = _unpacked(effect)
+        return decay * value_decay * state + added, state
+
+    start = jnp.zeros((), added.dtype) if initial is None else initial.astype(added.dtype)
+    start = jnp.broadcast_to(start, added.shape)
+    final, before = lax.scan(compose, start, effects, reverse=options["reverse"])
+    output, _ = on_one_device(**local, **options, initial_state=lax.dynamic_index_in_dim(before, me, keepdims=False))
+    return output, final
+
+
+def _total_decay(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """What a state is multiplied by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
+    unbatched, borders = arrays["query"].ndim == 3, arrays.get("cu_seqlens")
+    tokens, heads = arrays["query"].shape[-3], arrays["query"].shape[-2]
+    dtype = jnp.float64 if arrays["query"].dtype == jnp.float64 else jnp.float32
+
+    def over_tokens(name: str) -> jax.Array:
+        gate = arrays[name].astype(dtype)
+        if borders is None:
+            return gate.sum(1)
+        gate = gate if unbatched else gate[0]
+        # by selecting: a sum of products with 0 would carry a NaN from one sequence to all
+        sequence = prepare_sequence_ids(borders, total_tokens=tokens)
+        return jax.ops.segment_sum(gate, sequence, borders.shape[0])[:-1]
+
+    total = jnp.zeros((1, heads, 1), dtype)
+    for name in ("g", "gk"):
+        total = total + over_tokens(name) if name in arrays else total
+    if "g_gamma" in arrays:
+        lengths = jnp.full(1, tokens) if borders is None else prepare_lens(borders)
+        gamma = arrays["g_gamma"].astype(dtype).reshape(-1, heads)
+        # no tokens, no decay: 0 · -inf would be NaN
+        total = total + jnp.where(lengths[:, None] > 0, gamma * lengths[:, None], 0)[..., None]
+    value_total = over_tokens("gv") if "gv" in arrays else jnp.zeros((1, heads, 1), dtype)
+    return jnp.exp(total)[..., :, None], jnp.exp(value_total)[..., None, :]
+
+
+def _packed(decay: jax.Array, value_decay: jax.Array, added: jax.Array) -> jax.Array:
+    """Both decays and the added state as one array, so that one collective carries them: `[N, H, K + 1, V + 1]`."""
+    N, H, K, V = added.shape
+    column = jnp.broadcast_to(decay, (N, H, K, 1))
+    row = jnp.broadcast_to(value_decay, (N, H, 1, V))
+    return jnp.block([[added, column], [row, jnp.ones((N, H, 1, 1), added.dtype)]])
+
+
+def _unpacked(effect: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return effect[..., :-1, -1:], effect[..., -1:, :-1], effect[..., :-1, :-1]

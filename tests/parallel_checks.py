@@ -1,0 +1,135 @@
+"""What `test_parallel.py` runs on virtual devices, a part at a time: values, collectives, sharding or errors."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import assert_close
+from linear_attention_cases import Case
+
+import ejkernel
+from ejkernel import parallel
+
+DEVICES = len(jax.devices())
+AUTO = jax.sharding.AxisType.Auto
+COLLECTIVE = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+GATES = {"g": "ordinary", "g_gamma": "tiny"}
+CASES = [
+    Case("key", tokens=40, gates=GATES, state="each", heads=4, kv_heads=2),
+    Case("reverse", tokens=40, gates=GATES, state="all", options={"reverse": True}),
+    Case("resets", tokens=40, gates={"g": "mixed"}, narrow=("g",), state="each"),
+    Case("value gates", tokens=16, gates={"gk": "strong", "gv": "ordinary"}, state="each"),
+    # borders on, before and after those of devices of 5 tokens; empty ones; one over three devices and one over all
+    Case("packed", lengths=(5, 0, 4, 2, 13, 1, 10), padding=5, gates=GATES, state="each", unbatched=True),
+    Case("packed reverse", lengths=(3, 36, 1), gates=GATES, state="each", options={"reverse": True}),
+    Case("packed whole", lengths=(0, 40, 0), gates={"g_gamma": "ordinary"}, gamma_shape="H"),
+    Case("packed resets", lengths=(7, 33), gates={"g": "resets"}, state="each"),
+]
+
+
+def split(arrays):
+    borders = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    return {name: x for name, x in arrays.items() if name not in borders}, borders
+
+
+def values():
+    """Results and gradients equal those of one device, globally and inside the caller's own `shard_map`."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    with jax.enable_x64(True):
+        for case in CASES:
+            arrays, borders = split(case.arrays())
+
+            def alone(x, borders=borders, case=case):
+                return ejkernel.recurrent(**x, **borders, **case.options)
+
+            def spread(x, borders=borders, case=case):
+                return parallel.recurrent(**x, **borders, **case.options, axis_name="time", mesh=mesh)
+
+            expected, pull = jax.vjp(alone, arrays)
+            actual, parallel_pull = jax.vjp(jax.jit(spread), arrays)
+            cotangents = tuple(np.cos(np.arange(x.size)).reshape(x.shape) for x in expected)
+            for what, a, e in zip(("output", "final state"), actual, expected, strict=True):
+                assert_close(a, e, 1e-12, f"{case}: {what}")
+            grads = parallel_pull(cotangents)[0]
+            for name, e in pull(cotangents)[0].items():
+                assert_close(grads[name], e, 1e-11, f"{case}: gradient of {name}")
+
+
+def collectives():
+    """One collective forward and one more backward, of the same size whatever the number of tokens."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+
+    def run(x):
+        return parallel.recurrent(**x, axis_name="time", mesh=mesh)
+
+    def step(x):
+        return jax.grad(lambda x: sum((y**2).sum() for y in run(x)))(x)
+
+    # the loss itself is summed over devices, which is no collective of ours
+    for function, most in ((run, 1), (step, 2)):
+        found = []
+        for tokens in (64, 256):
+            case = Case("cost", batch=1, tokens=tokens, gates={"g": "ordinary"}, state="each")
+            arrays = {name: jnp.asarray(x) for name, x in case.arrays(np.float32).items()}
+            spec = {n: jax.P() if n == "initial_state" else jax.P(None, "time") for n in arrays}
+            shardings = {n: jax.sharding.NamedSharding(mesh, s) for n, s in spec.items()}
+            text = jax.jit(function, in_shardings=(shardings,)).lower(arrays).compile().as_text()
+            found.append(
+                [line.split(" = ")[1].split("(")[0] for line in text.splitlines() if re.search(COLLECTIVE, line)]
+            )
+        assert found[0] == found[1], found
+        assert len(found[0]) == most, found
+
+
+def sharding():
+    """Ops on one device's code partition over batch and heads without any communication."""
+    mesh = jax.make_mesh((2, DEVICES // 2), ("batch", "heads"), axis_types=(AUTO, AUTO))
+    x = jnp.ones((2, 20, DEVICES, 4))
+    ops = {
+        "recurrent_gla": lambda q, k, v: ejkernel.recurrent_gla(q, k, v, g=-q),
+        "simple_gla": lambda q, k, v: ejkernel.simple_gla(q, k, v, g=-q[..., 0]),
+        "retention": ejkernel.retention,
+        "lightning_attn": lambda q, k, v: ejkernel.lightning_attn(q, k, v, 1, 4),
+        "linear_attention": ejkernel.linear_attention,
+        "value gates": lambda q, k, v: ejkernel.recurrent(q, k, v, gv=-v),
+        "attention": lambda q, k, v: ejkernel.attention(q, k, v, causal=True),
+        "flash_attention": lambda q, k, v: ejkernel.flash_attention(q, k, v, causal=True),
+    }
+    sharded = jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads"))
+    for name, op in ops.items():
+
+        def gradient(q, k, v, op=op):
+            results, pull = jax.vjp(op, q, k, v)
+            return pull(jax.tree.map(jnp.ones_like, results))
+
+        for function in (op, gradient):
+            text = jax.jit(function, in_shardings=(sharded,) * 3).lower(x, x, x).compile().as_text()
+            assert not re.search(COLLECTIVE, text), f"{name} communicates"
+
+
+def errors():
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    x = jnp.ones((1, 2 * DEVICES, 2, 4))
+    for call, message in (
+        (lambda: parallel.recurrent(x, x, x, axis_name="space", mesh=mesh), "axis_name: got 'space'; expected one of"),
+        (
+            lambda: parallel.recurrent(x, x, x, axis_name="time"),
+            "axis_name: got 'time'; expected an axis of the shard_map",
+        ),
+        (
+            lambda: parallel.recurrent(*[x[:, 1:]] * 3, axis_name="time", mesh=mesh),
+            "query: got 15 tokens; expected a mult",
+        ),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"no error: {message}")
+
+
+if __name__ == "__main__":
+    {"values": values, "collectives": collectives, "sharding": sharding, "errors": errors}[sys.argv[1]]()
