@@ -100,7 +100,9 @@ def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states:
         states = lax.dynamic_update_index_in_dim(states, end, chunk.sequence, 0)
         return states, (output, start if keep_states else None)
 
-    states, (pieces, starts) = lax.scan(visit, _slots(call, inputs), where, reverse=call.reverse)
+    # two chunks a step without gradients: XLA's CPU backend copies the carried states once a step, and it compiles fast
+    unroll = 1 if keep_states else 2
+    states, (pieces, starts) = lax.scan(visit, _slots(call, inputs), where, reverse=call.reverse, unroll=unroll)
     output = xla_layout.put_together(call, where, cu_seqlens, pieces)
     return (output, states.reshape(call.sequences, *states.shape[2:])), starts
 
