@@ -1,6 +1,7 @@
 """Attention kernels for JAX: gated linear recurrences and softmax attention, packed, exact and fast."""
 
 from ejkernel import parallel, xla_utils
+from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
 from ejkernel.linear_attention import (
     lightning_attn,
@@ -14,7 +15,10 @@ from ejkernel.linear_attention import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "PlatformError",
+    "SlowerImplementationWarning",
     "attention",
+    "explain",
     "flash_attention",
     "lightning_attn",
     "linear_attention",

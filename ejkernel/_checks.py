@@ -244,8 +244,13 @@ def unbatched(argument: str, x: Any) -> jax.Array:
     return x[None]
 
 
-def packed_borders(query: Any, key: Any, cu: Any, cu_kv: Any) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """`cu_seqlens` and `cu_seqlens_kv` as int32, the one standing in for the other; `None` if nothing is packed."""
+def packed_borders(
+    query: Any, key: Any, cu: Any, cu_kv: Any, devices: int = 1
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """`cu_seqlens` and `cu_seqlens_kv` as int32, the one standing in for the other; `None` if nothing is packed.
+
+    They count the tokens of `devices` slices like this one.
+    """
     if cu is None:
         if cu_kv is not None:
             fail("cu_seqlens_kv", "borders of keys alone", "cu_seqlens beside it")
@@ -255,12 +260,12 @@ def packed_borders(query: Any, key: Any, cu: Any, cu_kv: Any) -> tuple[jax.Array
         fail("query", f"shape {query.shape}", "[1, S, H, D] or [S, H, D], as cu_seqlens packs one row")
     if key.ndim != query.ndim:
         fail("key", f"shape {key.shape}", f"rank {query.ndim}, as query has")
-    borders = cu_seqlens(cu, query.shape[-3])
+    borders = cu_seqlens(cu, devices * query.shape[-3])
     if cu_kv is None:
         # they stand for the keys too, and must fit them
-        borders_kv = cu_seqlens(cu, key.shape[-3])
+        borders_kv = cu_seqlens(cu, devices * key.shape[-3])
     else:
-        borders_kv = cu_seqlens(cu_kv, key.shape[-3], "cu_seqlens_kv")
+        borders_kv = cu_seqlens(cu_kv, devices * key.shape[-3], "cu_seqlens_kv")
     if borders.shape != borders_kv.shape:
         fail("cu_seqlens_kv", f"{borders_kv.shape[0] - 1} sequences", f"the {borders.shape[0] - 1} of cu_seqlens")
     if borders.shape[0] == 1:  # no sequences at all: one empty one is the same and spares a case
@@ -450,3 +455,23 @@ def divisible_time(query: jax.Array, dimension: int, axis_name: str, devices: in
     tokens = floating("query", query).shape[dimension]
     if tokens % devices:
         fail("query", f"{tokens} tokens", f"a multiple of the {devices} devices of axis {axis_name!r}: pad the tokens")
+
+
+def ring_slices(layout: str) -> int:
+    """How many slices of the tokens a device holds."""
+    if layout not in ("contiguous", "balanced"):
+        fail("layout", repr(layout), "'contiguous' or 'balanced'")
+    return 2 if layout == "balanced" else 1
+
+
+def even_slices(argument: str, tokens: int, slices: int, devices: int | None = None) -> int:
+    """How many tokens a slice has if they are dealt out evenly, over `devices` or on one."""
+    whole = slices * (devices or 1)
+    if tokens % whole:
+        if devices is None:
+            expected = "an even number on each device"
+        else:
+            expected = f"a multiple of {whole}, {'twice ' if slices == 2 else ''}the {devices} devices"
+        why = ", as layout='balanced' gives each device two slices" if slices == 2 else ""
+        fail(argument, f"{tokens} tokens", f"{expected}{why}: pad the tokens")
+    return tokens // whole

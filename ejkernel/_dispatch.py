@@ -2,15 +2,22 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class PlatformError(ValueError, NotImplementedError):
     """The implementation that `platform=` names cannot serve this call; the message says why."""
+
+
+class SlowerImplementationWarning(UserWarning):
+    """A GPU runs a call on a slower implementation than it would with other options; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,12 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    return _run(tuple(choose(implementations, call, platform).items()), call, *arrays)
+    chosen = choose(implementations, call, platform)
+    if _explaining.get():
+        raise _ExplainedError(_explanation(implementations, call, chosen))
+    if platform is None:
+        _warn_if_slower(implementations, call, chosen)
+    return _run(tuple(chosen.items()), call, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -65,6 +77,96 @@ def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any
     if list(branches) == ["default"]:
         return branches["default"](*arrays)
     return jax.lax.platform_dependent(*arrays, **branches)
+
+
+def _warn_if_slower(implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]) -> None:
+    """On a GPU, says once why none of the implementations made for it serves `call`."""
+    made_for_it = [each for each in implementations if "cuda" in (each.devices or ())]
+    if made_for_it and "cuda" not in chosen and "default" in chosen and _default_platform() == "cuda":
+        reasons = "; ".join(f"{each.name!r}: {each.supports(call)}" for each in made_for_it)
+        _warn_once(
+            f"{chosen['default'].name!r} serves this call on the GPU, which is slower than what cannot: {reasons}"
+        )
+
+
+def _default_platform() -> str:
+    device = jax.devices()[0]
+    return "cuda" if "cuda" in device.client.platform_version.lower() else device.platform
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SlowerImplementationWarning, stacklevel=5)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation serves a call, and why others do not; as text, one line for each.
+
+    Attributes:
+        chosen: The implementation's name by device platform; `"default"` stands for every other platform.
+        refused: For implementations that cannot serve the call, the reason.
+    """
+
+    chosen: dict[str, str]
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        places = {device: "elsewhere" if len(self.chosen) > 1 else "everywhere" for device in ("default",)}
+        lines = [f"{places.get(device, 'on ' + device)}: {name}" for device, name in self.chosen.items()]
+        return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in self.refused.items())])
+
+
+_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+
+
+class _ExplainedError(Exception):
+    """Carries the explanation out of the op before anything is traced."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+def _explanation(
+    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]
+) -> Explanation:
+    reasons = {each.name: each.supports(call) for each in implementations}
+    return Explanation(
+        {device: each.name for device, each in chosen.items()},
+        {name: reason for name, reason in reasons.items() if reason is not None},
+    )
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says which implementation would serve `op(*args, **kwargs)` on each platform, and why others would not.
+
+    Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from ejkernel import flash_attention
+    >>> x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.float32)
+    >>> print(explain(flash_attention, x, x, x))
+    everywhere: xla
+    not cudnn: ...
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
+
+    def run(arrays: list[Any]) -> Any:
+        filled = list(leaves)
+        for i, x in zip(traced, arrays, strict=True):
+            filled[i] = x
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return op(*args, **kwargs)
+
+    token = _explaining.set(True)
+    try:
+        jax.eval_shape(run, [leaves[i] for i in traced])
+    except _ExplainedError as found:
+        return found.explanation
+    finally:
+        _explaining.reset(token)
+    raise ValueError(f"op: got {op!r}, which calls no op of this library; expected one of its ops")
 
 
 def pinned(front: Callable[..., Any], platform: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -92,22 +93,12 @@ def attention(
     [1. 1. 1.] [1. 0. 0.]
     """
     call, arrays = _bind(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        init_bias,
-        deterministic,
-        dropout_rng,
-        softmax_aux,
-        softmax_scale,
-        logits_soft_cap,
-        dtype,
-        softmax_dtype,
-        dropout_prob,
-        causal,
-        sliding_window,
+        (query, key, value),
+        (attention_mask, bias, init_bias),
+        (softmax_aux, softmax_scale, logits_soft_cap),
+        (dtype, softmax_dtype),
+        (deterministic, dropout_prob, dropout_rng),
+        (causal, sliding_window),
     )
     return dispatch(ATTENTION, call, *arrays, platform=platform)
 
@@ -190,22 +181,12 @@ def flash_attention(
     if unbatched:
         query, key, value = (_checks.unbatched(name, x) for name, x in zip(QKV, (query, key, value), strict=True))
     call, arrays = _bind(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        init_bias,
-        deterministic,
-        dropout_rng,
-        softmax_aux,
-        softmax_scale,
-        logits_soft_cap,
-        dtype,
-        softmax_dtype,
-        dropout_prob,
-        causal,
-        sliding_window,
+        (query, key, value),
+        (attention_mask, bias, init_bias),
+        (softmax_aux, softmax_scale, logits_soft_cap),
+        (dtype, softmax_dtype),
+        (deterministic, dropout_prob, dropout_rng),
+        (causal, sliding_window),
     )
     sequences = None if borders is None else borders.shape[0] - 1
     offset = _checks.query_offset(query_offset, call.batch if sequences is None else sequences)
@@ -217,40 +198,32 @@ def flash_attention(
         block_sizes=None if block_sizes is None else _checks.block_sizes(block_sizes),
     )
     results = dispatch(FLASH_ATTENTION, call, *arrays, borders, borders_kv, offset, platform=platform)
-    output, lse = (each[0] for each in results) if unbatched else results
-    return (output, lse) if return_lse else output
+    return jax.tree.map(lambda x: x[0], results) if unbatched else results
 
 
 def _bind(
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    bias: Any,
-    init_bias: Any,
-    deterministic: Any,
-    dropout_rng: Any,
-    softmax_aux: Any,
-    softmax_scale: Any,
-    logits_soft_cap: Any,
-    dtype: Any,
-    softmax_dtype: Any,
-    dropout_prob: Any,
-    causal: Any,
-    sliding_window: Any,
+    inputs: tuple[Any, Any, Any],
+    pairs: tuple[Any, Any, Any],
+    scores: tuple[Any, Any, Any],
+    dtypes: tuple[Any, Any],
+    dropout: tuple[Any, Any, Any],
+    positions: tuple[Any, Any],
 ) -> tuple[Call, tuple[Array | None, ...]]:
     """The arguments, checked, as the static facts and the arrays of a call."""
     dims = _checks.Dims()
-    query, key, value = _checks.attention_inputs(dims, query, key, value)
-    mask, bias = _mask_or_bias(dims, attention_mask, bias, init_bias)
+    query, key, value = _checks.attention_inputs(dims, *inputs)
+    mask, bias = _mask_or_bias(dims, *pairs)
+    softmax_aux, scale, soft_cap = scores
     sinks = None if softmax_aux is None else _checks.sinks(dims, softmax_aux)
-    probability, dropout_key = _checks.dropout(deterministic, dropout_prob, dropout_rng)
+    dtype, softmax_dtype = dtypes
+    probability, dropout_key = _checks.dropout(*dropout)
+    causal, sliding_window = positions
     left, right = _checks.sliding_window(sliding_window) or (None, None)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    if isinstance(softmax_scale, Array):
+    if isinstance(scale, Array | np.ndarray):
         # a learned scale has a gradient, which only arrays carry
-        factor = _checks.scalar("softmax_scale", softmax_scale)
-        query, softmax_scale = (query.astype(wide) * factor.astype(wide)).astype(query.dtype), 1.0
+        factor = _checks.scalar("softmax_scale", scale).astype(wide)
+        query, scale = (query.astype(wide) * factor).astype(query.dtype), 1.0
     call = Call(
         batch=dims["B"],
         queries=dims["S"],
@@ -262,8 +235,8 @@ def _bind(
         query_dtype=np.dtype(query.dtype),
         key_dtype=np.dtype(key.dtype),
         value_dtype=np.dtype(value.dtype),
-        scale=_checks.real("softmax_scale", max(dims["D"], 1) ** -0.5 if softmax_scale is None else softmax_scale),
-        soft_cap=None if logits_soft_cap is None else _checks.positive("logits_soft_cap", logits_soft_cap),
+        scale=max(dims["D"], 1) ** -0.5 if scale is None else _checks.real("softmax_scale", scale),
+        soft_cap=None if soft_cap is None else _checks.positive("logits_soft_cap", soft_cap),
         left=left,
         right=0 if _checks.flag("causal", causal) else right,
         mask_shape=None if mask is None else mask.shape,

@@ -5,6 +5,11 @@ import numpy as np
 import pytest
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture
 def x64():
     """Turns 64-bit types on for one test."""

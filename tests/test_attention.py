@@ -1,5 +1,6 @@
 """`attention` against its oracle, as a function JAX can transform, and on input that it refuses."""
 
+import functools
 import inspect
 
 import jax
@@ -11,9 +12,9 @@ from attention_cases import CASES, EMPTY, check, check_second_gradients
 from conftest import assert_close
 from jax.sharding import PartitionSpec
 
-import ejkernel.kernels._xla.attention as package
 from ejkernel.attention import attention
 from ejkernel.kernels._xla.attention import _interface
+from ejkernel.kernels._xla.attention import attention as pinned
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-13}
 EVERY_DTYPE = {"plain", "mask by group", "everything"}
@@ -61,6 +62,11 @@ def test_gradient_of_gradient(x64):
         case.arrays(),
         ("query", "key", "value", "softmax_aux"),
     )
+
+
+def test_learned_scale(x64):
+    arrays = {**CASES[0].arrays(), "softmax_scale": np.array(0.4)}
+    check(functools.partial(attention, dtype=None), oracle.attention, arrays, TOLERANCE["float64"])
 
 
 def test_dead_rows_have_zero_gradients():
@@ -228,9 +234,9 @@ def test_contract_paths_take_the_contract_arguments():
         " logits_soft_cap dtype softmax_dtype dropout_prob causal sliding_window"
     )
     assert list(inspect.signature(_interface.attention).parameters) == names.split()
-    assert package.attention is _interface.attention
+    assert pinned is _interface.attention
     arrays = CASES[0].arrays(np.float32)
-    assert (package.attention(**arrays)[0] == attention(**arrays, platform="xla")[0]).all()
+    assert (pinned(**arrays)[0] == attention(**arrays, platform="xla")[0]).all()
 
 
 QKV = np.zeros((2, 5, 4, 8), np.float32)
@@ -265,6 +271,7 @@ ERRORS = [
     ({"softmax_aux": np.zeros((1, 4, 2))}, ValueError, r"softmax_aux: got shape \(1, 4, 2\); expected \[sinks\] or"),
     ({"softmax_aux": np.zeros(2, int)}, TypeError, "softmax_aux: got dtype int"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str; expected a number"),
+    ({"softmax_scale": np.ones(2)}, ValueError, r"softmax_scale: got shape \(2,\); expected one number"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: got 0.0; expected a number above 0"),
     ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
     ({"softmax_dtype": "what"}, TypeError, "softmax_dtype: got 'what'; expected a floating-point dtype"),
@@ -293,4 +300,4 @@ def test_traced_options_are_refused_by_name():
     with pytest.raises(TypeError, match="logits_soft_cap: got a traced value"):
         jax.jit(lambda scale: attention(**GOOD, logits_soft_cap=scale))(1.0)
     with pytest.raises(TypeError, match=r"always runs 'xla'; use ejkernel.attention to choose"):
-        package.attention(**GOOD, platform="xla")
+        pinned(**GOOD, platform="xla")

@@ -1,7 +1,10 @@
 """Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`), fastest first."""
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels.attention import reference, xla
+from ejkernel.kernels.attention import cudnn, reference, xla
 
 ATTENTION = (Implementation("xla", devices=None, supports=lambda call: None, run=reference.run),)
-FLASH_ATTENTION = (Implementation("xla", devices=None, supports=lambda call: None, run=xla.run),)
+FLASH_ATTENTION = (
+    Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run),
+    Implementation("xla", devices=None, supports=lambda call: None, run=xla.run),
+)

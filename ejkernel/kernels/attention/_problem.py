@@ -1,6 +1,6 @@
 """A call of blockwise attention taken apart: blocks of queries, and for each the blocks of keys in its sight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +28,18 @@ class Inputs(NamedTuple):
     cu_seqlens: Array | None
     cu_seqlens_kv: Array | None
     query_offset: Array | None
+
+
+def differentiable(inputs: Inputs) -> dict[str, Array]:
+    """The arrays of `inputs` that have a gradient."""
+    names = ("query", "key", "value", "bias", "sinks")
+    return {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
+
+
+def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
+    """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
+    like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
+    return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

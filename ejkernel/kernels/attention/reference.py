@@ -42,7 +42,7 @@ def run(
     rows = weights.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.keys)
     # half-precision values keep their half-precision matmul, summed in float32
     rows = rows.astype(value.dtype) if value.dtype.itemsize == 2 else rows
-    output = jnp.einsum("bnsl,bnld->bnsd", rows, value, preferred_element_type=call.wide)
+    output = jnp.einsum("bnsl,bnld->bnsd", rows, value, preferred_element_type=call.wide, precision=call.precision)
     output = output.reshape(*weights.shape[:-1], call.value_dim)
     if positions is not None:
         output = jnp.where(alive, output, 0)
@@ -55,7 +55,7 @@ def _weights(
     call: Call, query: Array, key: Array, allowed: Array | None, bias: Array | None, sinks: Array | None
 ) -> Array:
     rows = query.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.key_dim)
-    scores = jnp.einsum("bnsd,bnld->bnsl", rows, key, preferred_element_type=call.wide)
+    scores = jnp.einsum("bnsd,bnld->bnsl", rows, key, preferred_element_type=call.wide, precision=call.precision)
     scores = scores.reshape(*query.shape[:-1], call.keys) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)

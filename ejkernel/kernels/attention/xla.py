@@ -13,16 +13,18 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.attention import xla_blocks
 from ejkernel.kernels.attention._call import Call
 from ejkernel.kernels.attention._masks import by_group
-from ejkernel.kernels.attention._problem import Inputs
+from ejkernel.kernels.attention._problem import Inputs, cotangents, differentiable
 
 
-def run(call: Call, *arrays: Array | None) -> tuple[Array, Array]:
-    """The output `[B, S, H, Dv]` and the log of the softmax's denominator `[B, S, H]`."""
+def run(call: Call, *arrays: Array | None) -> Any:
+    """The output `[B, S, H, Dv]`, with `return_lse` and the log of the softmax's denominator `[B, S, H]`."""
     inputs = Inputs(*arrays)  # type: ignore[arg-type]
     if 0 in (call.batch, call.queries, call.keys):
-        return _empty(call, inputs.sinks)
-    output, lse = _attend(call, _varying.align(inputs))
-    return output.astype(call.dtype), lse
+        output, lse = _empty(call, inputs.sinks)
+    else:
+        output, lse = _attend(call, _varying.align(inputs))
+    output = output.astype(call.dtype)
+    return (output, lse) if call.return_lse else output
 
 
 def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
@@ -42,8 +44,8 @@ def _forward(call: Call, inputs: Inputs) -> Any:
     return (output, lse), (inputs, output, lse)
 
 
-def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Inputs]:
-    return (_gradients(call, *residuals, *cotangents),)
+def _backward(call: Call, residuals: Any, d_results: Any) -> tuple[Inputs]:
+    return (_gradients(call, *residuals, *d_results),)
 
 
 _attend = jax.custom_vjp(_primal, nondiff_argnums=(0,))
@@ -59,10 +61,10 @@ def _gradients_forward(call: Call, *arguments: Any) -> Any:
     return _gradients(call, *arguments), (inputs, d_output, d_lse)
 
 
-def _gradients_backward(call: Call, residuals: Any, cotangents: Inputs) -> Any:
+def _gradients_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
     """Second derivatives, by JAX, of the same blocks in loops of fixed length."""
     inputs, *d_results = residuals
-    moving = xla_blocks.differentiable(inputs)
+    moving = differentiable(inputs)
 
     def gradients(moving: Any, d_results: Any) -> Any:
         def results(moving: Any) -> Any:
@@ -71,9 +73,9 @@ def _gradients_backward(call: Call, residuals: Any, cotangents: Inputs) -> Any:
         return jax.vjp(results, moving)[1](d_results)[0]
 
     _, pull = jax.vjp(gradients, moving, tuple(d_results))
-    d_moving, (dd_output, dd_lse) = pull({name: getattr(cotangents, name) for name in moving})
+    d_moving, (dd_output, dd_lse) = pull({name: getattr(dd_inputs, name) for name in moving})
     # the output and the log-sum-exp are functions of the inputs: their share is in `d_moving`
-    return xla_blocks.cotangents(inputs, d_moving), None, None, dd_output, dd_lse
+    return cotangents(inputs, d_moving), None, None, dd_output, dd_lse
 
 
 _gradients = jax.custom_vjp(_gradients_primal, nondiff_argnums=(0,))

@@ -1,6 +1,5 @@
 """The forward and the backward pass of blockwise attention, with the online softmax."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from ejkernel.kernels.attention._problem import (
     Inputs,
     Problem,
     Rows,
+    cotangents,
     heads_first,
     heads_last,
     over_keys,
@@ -108,18 +108,6 @@ def backward(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Ar
     return cotangents(inputs, found)
 
 
-def differentiable(inputs: Inputs) -> dict[str, Array]:
-    """The arrays of `inputs` that have a gradient."""
-    names = ("query", "key", "value", "bias", "sinks")
-    return {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
-
-
-def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
-    """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
-    like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
-    return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
-
-
 def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | None]:
     """The scores `[B, Hkv, G, Bq, Bk]`, `-inf` where a pair may not attend, and the slope of the soft cap."""
     scores = _matmul(call, query, columns.key.swapaxes(-1, -2)) * call.scale
@@ -136,9 +124,13 @@ def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | 
 def _matmul(call: Call, rows: Array, columns: Array) -> Array:
     """`[B, Hkv, G, Bq, X]` times `[B, Hkv, X, Y]`, a group's rows in one matmul."""
     rows = _narrow(rows, columns)
-    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    product = jnp.matmul(flat, columns, preferred_element_type=call.wide)
+    product = jnp.matmul(_flat(rows), columns, preferred_element_type=call.wide, precision=call.precision)
     return product.reshape(*rows.shape[:-1], columns.shape[-1])
+
+
+def _flat(x: Array) -> Array:
+    """`[B, Hkv, G, Bq, X]` to `[B, Hkv, G·Bq, X]`."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def _narrow(x: Array, partner: Array) -> Array:
@@ -169,9 +161,10 @@ def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, A
 
 def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: Array) -> Array:
     """`sums`, `[B, Hkv, L, ·]`, with this block's keys' share of `weights`ᵀ `rows` added."""
-    weights = _narrow(weights, rows)
-    flat_weights, flat_rows = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (weights, rows))
-    share = jnp.einsum("bnqk,bnqd->bnkd", flat_weights, flat_rows, preferred_element_type=call.wide)
+    weights = _flat(_narrow(weights, rows))
+    share = jnp.einsum(
+        "bnqk,bnqd->bnkd", weights, _flat(rows), preferred_element_type=call.wide, precision=call.precision
+    )
     at, size = columns.at, share.shape[2]
     # a block may hold keys of the next sequence, which a NaN of this one must not reach
     share = jnp.where(columns.new, share, 0) + lax.dynamic_slice_in_dim(sums, at, size, 2)

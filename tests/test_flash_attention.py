@@ -1,0 +1,314 @@
+"""`flash_attention` against the oracle and `attention`, its memory, and what it must not compute or leak."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from attention_cases import (
+    BLOCKWISE,
+    CASES,
+    EMPTY,
+    OFFSET,
+    PACKED,
+    QUICK,
+    Case,
+    check,
+    check_second_gradients,
+    results_and_gradients,
+)
+from conftest import assert_close
+from jax.sharding import PartitionSpec
+
+from ejkernel.attention import attention, flash_attention
+from ejkernel.kernels._xla.flash_attention import _interface
+from ejkernel.kernels._xla.flash_attention import flash_attention as pinned
+
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-6, "float64": 1e-13}
+# small enough for every case to have several blocks, of both kinds, the last of them short
+BLOCKS = (3, 2)
+EVERYTHING = next(each for each in CASES if each.name == "everything")
+PACKED_EVERYTHING = next(each for each in PACKED if each.name == "packed, everything")
+
+
+def options_of(case):
+    """The options, with borders as arrays."""
+    borders = {name: np.array(each, np.int32) for name, each in case.options.items() if name.startswith("cu_")}
+    return {**case.options, **borders}
+
+
+def flash(case, **more):
+    """`flash_attention` for the options of `case` as a function of arrays by name."""
+    more = {"dtype": None, "block_sizes": BLOCKS, **more}
+    return lambda **arrays: flash_attention(**arrays, **options_of(case), **more)
+
+
+@pytest.mark.parametrize("case", [*BLOCKWISE, *PACKED, *OFFSET, *EMPTY], ids=str)
+def test_matches_oracle(case, x64):
+    """Output, log-sum-exp, and the gradients of both, in float64."""
+    check(
+        flash(case, return_lse=True),
+        lambda **arrays: oracle.flash_attention(**arrays, **case.options),
+        case.arrays(),
+        TOLERANCE["float64"],
+    )
+
+
+@pytest.mark.parametrize(
+    "case, dtype", [(EVERYTHING, "float16"), (EVERYTHING, "bfloat16"), (PACKED_EVERYTHING, "bfloat16")]
+)
+def test_half_precision(case, dtype):
+    """Output and gradients as near to those in float32 as the dtype allows."""
+    arrays = case.arrays(jnp.dtype(dtype))
+    cotangent = (
+        np.random.default_rng(0).normal(size=(*arrays["query"].shape[:3], case.value_dim)).astype(jnp.dtype(dtype))
+    )
+    mine = results_and_gradients(flash(case), arrays, cotangent)
+    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
+    right = results_and_gradients(flash(case), exact, cotangent.astype(np.float32))
+    assert_close(right[0], oracle.flash_attention(**exact, **case.options)[0], TOLERANCE["float32"])
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, 3 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", queries=300, keys=700, heads=4, kv_heads=2, options={"causal": True}),
+        Case("window", queries=1100, keys=1100, options={"sliding_window": (40, 10)}, sink_shape=(1,)),
+    ],
+    ids=str,
+)
+def test_own_block_sizes(case):
+    """The sizes that the library picks, and lengths that they do not divide."""
+    arrays = case.arrays(np.float32)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape)
+    mine = results_and_gradients(flash(case, block_sizes=None), arrays, cotangent)
+    right = results_and_gradients(
+        lambda **arrays: attention(**arrays, **case.options, dtype=None)[0], arrays, cotangent
+    )
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, 2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 2, 5, 1), (2, 4, 1, 1)], ids=str)
+def test_bias_broadcast_over_queries_or_keys(shape, x64):
+    # without sinks a bias that is the same for all keys has no gradient
+    arrays = Case("", keys=7, heads=4, kv_heads=2, sink_shape=(2,)).arrays()
+    arrays["bias"] = np.random.default_rng(3).normal(size=shape)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape)
+    mine = results_and_gradients(flash(CASES[0]), arrays, cotangent)
+    right = results_and_gradients(lambda **arrays: attention(**arrays, dtype=None)[0], arrays, cotangent)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, TOLERANCE["float64"])
+
+
+def test_output_dtype_does_not_coarsen_gradients():
+    arrays = CASES[0].arrays(np.float32)
+    assert flash_attention(**arrays).dtype == jnp.bfloat16
+
+    def gradients(dtype):
+        weight = jnp.arange(5.0)[None, :, None, None]
+        return jax.grad(lambda q: (flash_attention(**{**arrays, "query": q}, dtype=dtype) * weight).sum())
+
+    assert_close(gradients(jnp.bfloat16)(arrays["query"]), gradients(None)(arrays["query"]), 1e-6)
+
+
+@pytest.mark.parametrize("case", [EVERYTHING, PACKED_EVERYTHING], ids=str)
+def test_gradient_of_gradient(case, x64):
+    arrays = case.arrays()
+    arrays["bias"] = np.maximum(arrays["bias"], -5)
+    check_second_gradients(flash(case), arrays, ("query", "key", "value", "bias", "softmax_aux"))
+
+
+def test_dropout_drops_what_attention_drops(x64):
+    """The same weights whatever the blocks and the kind of key, and gradients that know which."""
+    arrays = CASES[0].arrays()
+    drop = {"deterministic": False, "dropout_prob": 0.4, "dtype": None}
+    kept = np.asarray(attention(**arrays, **drop, dropout_rng=jax.random.key(7))[1] != 0)
+    assert 0.4 < kept.mean() < 0.8
+
+    def expected(**arrays):
+        return (oracle.attention(**arrays, kept=kept, dropout_prob=0.4)[0],)
+
+    for key, blocks in ((jax.random.key(7), BLOCKS), (jax.random.PRNGKey(7), (4, 5))):
+        function = flash(CASES[0], **drop, dropout_rng=key, block_sizes=blocks)
+        check(lambda function=function, **arrays: (function(**arrays),), expected, arrays, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": (2, 1)}], ids=str)
+def test_sequences_never_touch(options):
+    """Not even by way of padding, and neither forward nor backward."""
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 14, 2, 4)).astype(np.float32)
+    cu = np.array([0, 4, 9, 12], np.int32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(query, key, value, d_output):
+        def outputs(*parts):
+            return flash_attention(*parts, **options, cu_seqlens=cu, dtype=None, block_sizes=BLOCKS, return_lse=True)
+
+        (output, lse), pull = jax.vjp(outputs, query, key, value)
+        return [output, lse, *pull((d_output, jnp.where(jnp.isfinite(lse), 1.0, 0)))]
+
+    d_output = random.normal(size=query.shape).astype(np.float32)
+    clean = run(query, key, value, d_output)
+    for poison in (np.nan, np.inf):
+        for each in (query, key, value, d_output):
+            each[4:9], each[12:] = poison, poison
+        for before, after in zip(clean, run(query, key, value, d_output), strict=True):
+            assert (before[:4] == after[:4]).all() and (before[9:] == after[9:]).all()
+    assert (clean[0][12:] == 0).all() and all((each[12:] == 0).all() for each in clean[2:])
+
+
+def test_rows_never_touch():
+    arrays = EVERYTHING.arrays(np.float32)
+    names = ("query", "key", "value")
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(*parts):
+        output, pull = jax.vjp(lambda *parts: flash(EVERYTHING)(**dict(zip(names, parts, strict=True))), *parts)
+        return [output, *pull(output)]
+
+    clean = run(*(arrays[name] for name in names))
+    for name in names:
+        arrays[name][1] = np.nan
+    for before, after in zip(clean, run(*(arrays[name] for name in names)), strict=True):
+        assert (before[0] == after[0]).all()
+
+
+def test_padding_by_mask_has_no_effect_even_if_it_is_nan():
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
+    mask = np.zeros((1, 1, 6, 6), bool)
+    mask[..., :4, :5] = True
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(query, key, value, d_output):
+        output, pull = jax.vjp(lambda *a: flash_attention(*a, mask, dtype=None, block_sizes=BLOCKS), query, key, value)
+        return [output, *pull(d_output)]
+
+    d_output = random.normal(size=query.shape).astype(np.float32)
+    clean = run(query, key, value, d_output)
+    query[:, 4:], d_output[:, 4:], key[:, 5:], value[:, 5:] = np.nan, np.nan, np.inf, np.nan
+    for before, after in zip(clean, run(query, key, value, d_output), strict=True):
+        assert (before == after).all()
+
+
+def test_new_borders_do_not_recompile():
+    query, key, value = np.random.default_rng(0).normal(size=(3, 12, 2, 4)).astype(np.float32)
+    traced = []
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(cu):
+        traced.append(cu)
+        return flash_attention(query, key, value, cu_seqlens=cu, causal=True, dtype=None, block_sizes=BLOCKS)
+
+    for borders in ([0, 3, 12], [0, 12, 12], [0, 0, 7]):
+        cu = np.array(borders, np.int64)
+        expected, _ = oracle.flash_attention(query[None], key[None], value[None], cu_seqlens=cu, causal=True)
+        assert_close(run(jnp.asarray(borders)), expected[0], TOLERANCE["float32"])
+    assert len(traced) == 1
+
+
+def test_transformations():
+    """`vmap` (of borders too), `checkpoint`, `scan` and `shard_map` change nothing."""
+    case = Case("", batch=3, queries=7, keys=7, heads=4, kv_heads=2, sink_shape=(2,), options={"causal": True})
+    arrays = {name: jnp.asarray(each) for name, each in case.arrays(np.float32).items()}
+    offset = jnp.arange(3)
+    rows = {name: 0 if name != "softmax_aux" else None for name in arrays}
+
+    def whole(arrays, offset):
+        return flash(case)(**arrays, query_offset=offset)
+
+    def gradients(function):
+        loss = jax.value_and_grad(lambda arrays, offset: (function(arrays, offset) ** 2).sum())
+        return jax.jit(loss, compiler_options=QUICK)
+
+    def one_row(arrays, offset):
+        given = {name: each[None] if rows[name] == 0 else each for name, each in arrays.items()}
+        return whole(given, offset)[0]
+
+    def packed_row(arrays, offset):
+        return flash(case)(**arrays, query_offset=offset, cu_seqlens=jnp.array([0, 7]) + 0 * offset)
+
+    def scanned(arrays, offset):
+        moving = {name: each for name, each in arrays.items() if rows[name] == 0}
+        step = lambda _, xs: (None, jax.checkpoint(one_row)({**arrays, **xs[0]}, xs[1]))  # noqa: E731
+        return jax.lax.scan(step, None, (moving, offset))[1]
+
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: PartitionSpec("rows") if rows[name] == 0 else PartitionSpec() for name in arrays}
+    sharded = jax.shard_map(whole, mesh=mesh, in_specs=(specs, PartitionSpec("rows")), out_specs=PartitionSpec("rows"))
+    expected = gradients(whole)(arrays, offset)
+    every = (jax.vmap(one_row, (rows, 0)), jax.vmap(packed_row, (rows, 0)), scanned, sharded)
+    for function in every:
+        for one, other in zip(
+            jax.tree.leaves(expected), jax.tree.leaves(gradients(function)(arrays, offset)), strict=True
+        ):
+            assert_close(other, one, 1e-5)
+
+
+def temporaries(tokens, **options):
+    """Bytes beside arguments and results, forward and backward, with one head of 64."""
+    shape = jax.ShapeDtypeStruct((1, tokens, 1, 64), np.float32)
+
+    def run(query, key, value):
+        return jax.grad(lambda *a: (flash_attention(*a, dtype=None, **options) ** 2).sum(), (0, 1, 2))(
+            query, key, value
+        )
+
+    return jax.jit(run).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"cu_seqlens": np.array([0, 1000, 5000])}], ids=str)
+def test_memory_is_linear(options):
+    short, long = temporaries(8192, **options), temporaries(32768, **options)
+    assert short < 8192 * 8192 * 4 / 8, f"{short} bytes: an eighth of the scores or more"
+    assert long < 4.5 * short, f"{short} bytes grew to {long} with four times the tokens"
+
+
+def test_contract_paths_take_the_contract_arguments():
+    mine = list(inspect.signature(_interface.flash_attention).parameters.values())
+    contract = list(inspect.signature(attention).parameters.values())[:-1]
+    assert [each.name for each in mine[: len(contract)]] == [each.name for each in contract]
+    assert all(each.kind == inspect.Parameter.KEYWORD_ONLY for each in mine[len(contract) :])
+    assert pinned is _interface.flash_attention
+
+
+Q = np.zeros((1, 5, 4, 8), np.float32)
+KV = np.zeros((1, 7, 2, 8), np.float32)
+CU = np.array([0, 2, 5])
+
+ERRORS = [
+    ({"query": Q[0]}, ValueError, r"query: got shape \(5, 4, 8\); expected \[B, S, H, D\]"),
+    ({"cu_seqlens": np.array([1, 5])}, ValueError, "cu_seqlens: got first value 1; expected 0"),
+    ({"cu_seqlens": np.array([0, 6])}, ValueError, "cu_seqlens: got last value 6; expected at most the 5 tokens"),
+    ({"cu_seqlens": np.array([0.0, 5.0])}, TypeError, "cu_seqlens: got dtype float"),
+    ({"cu_seqlens": CU, "cu_seqlens_kv": np.array([0, 4, 3])}, ValueError, "cu_seqlens_kv: got a decrease at index 2"),
+    (
+        {"cu_seqlens": CU, "cu_seqlens_kv": np.array([0, 4])},
+        ValueError,
+        "cu_seqlens_kv: got 1 sequences; expected the 2",
+    ),
+    ({"cu_seqlens_kv": CU}, ValueError, "cu_seqlens_kv: got borders of keys alone; expected cu_seqlens beside it"),
+    ({"cu_seqlens": CU, "query": np.repeat(Q, 2, 0)}, ValueError, r"query: got shape \(2, 5, 4, 8\); expected \[1, S"),
+    ({"cu_seqlens": CU, "query": Q[0]}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected rank 3"),
+    ({"query_offset": 1.5}, TypeError, "query_offset: got float; expected an array"),
+    ({"query_offset": np.zeros(3, int)}, ValueError, r"query_offset: got shape \(3,\); expected one int, or \[1\]"),
+    ({"return_lse": 1}, TypeError, "return_lse: got int; expected True or False"),
+    ({"block_sizes": (0, 4)}, ValueError, "block_sizes: got 0; expected an int of at least 1"),
+    ({"block_sizes": 4}, ValueError, r"block_sizes: got 4; expected \(queries, keys\)"),
+    ({"sliding_window": -1}, ValueError, "sliding_window: got -1"),
+    ({"platform": "mosaic"}, ValueError, "platform: got 'mosaic'; this op has"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", ERRORS)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        flash_attention(**{"query": Q, "key": KV, "value": KV, **arguments})
