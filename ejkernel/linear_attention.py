@@ -233,13 +233,18 @@ def retention(
         query,
         key,
         value,
-        g_gamma=jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(_checks.heads(query)))))),
+        g_gamma=retention_decay(query),
         softmax_scale=softmax_scale,
         initial_state=initial_state,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
         platform=platform,
     )
+
+
+def retention_decay(query: jax.Array) -> jax.Array:
+    """`g_gamma` of `retention`, `[H]`."""
+    return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(_checks.heads(query))))))
 
 
 def lightning_attn(
@@ -269,19 +274,24 @@ def lightning_attn(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    heads = _checks.heads(query)
-    depth = 1 - jnp.asarray(layer_idx) / _checks.positive_int("num_layers", num_layers)
     return recurrent(
         query,
         key,
         value,
-        g_gamma=-(8 / max(heads, 1)) * depth * jnp.arange(heads),
+        g_gamma=lightning_decay(query, layer_idx, num_layers),
         softmax_scale=softmax_scale,
         initial_state=initial_state,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
         platform=platform,
     )
+
+
+def lightning_decay(query: jax.Array, layer_idx: ArrayLike, num_layers: int) -> jax.Array:
+    """`g_gamma` of `lightning_attn`, `[H]`."""
+    heads = _checks.heads(query)
+    depth = 1 - jnp.asarray(layer_idx) / _checks.positive_int("num_layers", num_layers)
+    return -(8 / max(heads, 1)) * depth * jnp.arange(heads)
 
 
 def linear_attention(

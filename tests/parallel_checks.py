@@ -1,20 +1,21 @@
-"""What `test_parallel.py` runs on virtual devices, a part at a time: values, collectives, sharding or errors."""
+"""What `test_parallel.py` runs on virtual devices, a part at a time; those of the ring are in `ring_checks.py`."""
 
-import re
 import sys
+from functools import partial
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import assert_close
 from linear_attention_cases import Case
+from ring_checks import PARTS as RING_PARTS
 
 import ejkernel
 from ejkernel import parallel
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto
-COLLECTIVE = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 GATES = {"g": "ordinary", "g_gamma": "tiny"}
 CASES = [
     Case("key", tokens=40, gates=GATES, state="each", heads=4, kv_heads=2),
@@ -76,11 +77,9 @@ def collectives():
             spec = {n: jax.P() if n == "initial_state" else jax.P(None, "time") for n in arrays}
             shardings = {n: jax.sharding.NamedSharding(mesh, s) for n, s in spec.items()}
             text = jax.jit(function, in_shardings=(shardings,)).lower(arrays).compile().as_text()
-            found.append(
-                [line.split(" = ")[1].split("(")[0] for line in text.splitlines() if re.search(COLLECTIVE, line)]
-            )
+            found.append(hlo.collectives(text))
         assert found[0] == found[1], found
-        assert len(found[0]) == most, found
+        assert hlo.totals(found[0])[0] == most, found
 
 
 def sharding():
@@ -106,7 +105,25 @@ def sharding():
 
         for function in (op, gradient):
             text = jax.jit(function, in_shardings=(sharded,) * 3).lower(x, x, x).compile().as_text()
-            assert not re.search(COLLECTIVE, text), f"{name} communicates"
+            assert not hlo.collectives(text), f"{name} communicates"
+
+
+def family():
+    """The ops on top of the recurrence are those of one device."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    q, k, v = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 1, 3 * DEVICES, 2, 4)))
+    for name, arguments in {
+        "recurrent_gla": {"g": -abs(q), "g_gamma": jnp.array([-0.1, -0.2])},
+        "simple_gla": {"g": -abs(q[..., 0])},
+        "retention": {"cu_seqlens": jnp.array([0, 7, 3 * DEVICES])},
+        "lightning_attn": {"layer_idx": 1, "num_layers": 4},
+        "linear_attention": {"reverse": True},
+    }.items():
+        static = {"layer_idx", "num_layers", "reverse"} & set(arguments)
+        one = jax.jit(getattr(ejkernel, name), static_argnames=static)
+        many = jax.jit(partial(getattr(parallel, name), axis_name="time", mesh=mesh), static_argnames=static)
+        for a, e in zip(many(q, k, v, **arguments), one(q, k, v, **arguments), strict=True):
+            assert_close(a, e, 1e-5, name)
 
 
 def errors():
@@ -132,4 +149,5 @@ def errors():
 
 
 if __name__ == "__main__":
-    {"values": values, "collectives": collectives, "sharding": sharding, "errors": errors}[sys.argv[1]]()
+    parts = {each.__name__: each for each in (values, collectives, sharding, family, errors)}
+    (parts | RING_PARTS)[sys.argv[1]]()

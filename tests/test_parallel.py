@@ -10,7 +10,10 @@ import pytest
 DEVICES = 8
 
 
-@pytest.mark.parametrize("part", ["values", "collectives", "sharding", "errors"])
+RING = ("ring_values", "ring_windows", "ring_packed", "ring_shard_map", "ring_collectives", "ring_errors")
+
+
+@pytest.mark.parametrize("part", ["values", "collectives", "sharding", "family", "errors", *RING])
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     script = Path(__file__).with_name("parallel_checks.py")

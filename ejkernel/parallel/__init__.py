@@ -1,5 +1,23 @@
 """Sequence parallelism: one sequence's time over several devices, on JAX's own meshes and collectives."""
 
-from ejkernel.parallel.linear_attention import recurrent
+from ejkernel.parallel.linear_attention import (
+    lightning_attn,
+    linear_attention,
+    recurrent,
+    recurrent_gla,
+    retention,
+    simple_gla,
+)
+from ejkernel.parallel.ring_attention import flash_attention, from_balanced, to_balanced
 
-__all__ = ["recurrent"]
+__all__ = [
+    "flash_attention",
+    "from_balanced",
+    "lightning_attn",
+    "linear_attention",
+    "recurrent",
+    "recurrent_gla",
+    "retention",
+    "simple_gla",
+    "to_balanced",
+]

@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from ejkernel import _checks
+from ejkernel.linear_attention import lightning_decay, retention_decay
 from ejkernel.linear_attention import recurrent as on_one_device
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
 
+Result = tuple[jax.Array, jax.Array]
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
 
@@ -34,7 +37,7 @@ def recurrent(
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> Result:
     """`ejkernel.recurrent` with the tokens sharded over a mesh axis, in one collective forward and one backward.
 
     Without `mesh` it is called inside the caller's own `shard_map`: arrays with a token dimension are this device's
@@ -88,7 +91,41 @@ def recurrent(
     return run(arrays)
 
 
-def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, devices: int) -> tuple[jax.Array, jax.Array]:
+def recurrent_gla(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    **options: Any,
+) -> Result:
+    """`ejkernel.recurrent_gla` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
+    return recurrent(query, key, value, g, g_gamma, **options)
+
+
+def simple_gla(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, **options: Any) -> Result:
+    """`ejkernel.simple_gla` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
+    return recurrent(query, key, value, _checks.gate_per_head(g, query), **options)
+
+
+def retention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
+    """`ejkernel.retention` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
+    return recurrent(query, key, value, g_gamma=retention_decay(query), **options)
+
+
+def lightning_attn(
+    query: jax.Array, key: jax.Array, value: jax.Array, layer_idx: ArrayLike, num_layers: int, **options: Any
+) -> Result:
+    """`ejkernel.lightning_attn` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
+    return recurrent(query, key, value, g_gamma=lightning_decay(query, layer_idx, num_layers), **options)
+
+
+def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
+    """`ejkernel.linear_attention` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
+    return recurrent(query, key, value, **options)
+
+
+def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, devices: int) -> Result:
     """The call on this device's slice of the tokens, arrays by name."""
     initial = arrays.get("initial_state")
     local = {name: x for name, x in arrays.items() if name != "initial_state"}

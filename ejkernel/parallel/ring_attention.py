@@ -1,0 +1,332 @@
+"""Softmax attention with its tokens spread over a mesh axis.
+
+Keys and values travel around the ring of devices; each device attends to those that visit it and merges the results
+by their log-sum-exp. The backward pass sends them around again, and their gradients along with them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from ejkernel import _checks
+from ejkernel.attention import QKV, _bind
+from ejkernel.kernels import _varying
+from ejkernel.kernels.attention import xla_blocks
+from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention._masks import by_group
+from ejkernel.kernels.attention._problem import Inputs
+from ejkernel.parallel._ring import Ring, plan
+
+
+def flash_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    layout: Literal["contiguous", "balanced"] = "contiguous",
+    softmax_aux: Array | None = None,
+    softmax_scale: float | Array | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: DTypeLike | None = jnp.bfloat16,
+    softmax_dtype: DTypeLike | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+) -> Array:
+    """`ejkernel.flash_attention` with queries, keys and values sharded over a mesh axis by their tokens.
+
+    Without `mesh` it is called inside the caller's own `shard_map`: query, key and value are this device's slice of
+    the tokens, everything else (`softmax_aux`, `cu_seqlens`) is the same on all devices. With `mesh` it takes and
+    returns global arrays and does the `shard_map` itself; other axes of the mesh stay as JAX has them.
+
+    Keys and values go around the ring one device at a time, `P - 1` times for `P` devices, or as often as the window
+    reaches; of a window shorter than a slice, only the tokens within its reach go to the neighbours. A device holds its
+    own slice and one visiting, however many devices there are, forward and backward.
+
+    Args:
+        axis_name: The mesh axis that the tokens are sharded over; the number of tokens is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        layout: `"contiguous"`: device `i` holds the `i`-th slice of the tokens. `"balanced"`: the tokens were brought
+            by `to_balanced` into the order in which device `i` holds slices `i` and `2P-1-i` of `2P`, which gives all
+            devices the same work under causality. What comes back is in the same order.
+
+    The other arguments are `ejkernel.flash_attention`'s. `cu_seqlens` counts the tokens of the whole stream in their
+    original order: packed sequences may straddle devices. Gradients are exact, of the first order only.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel import parallel
+        >>> mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> query = key = value = jnp.ones((2, 64, 4, 16))
+        >>> parallel.flash_attention(query, key, value, causal=True, axis_name="time", mesh=mesh).shape
+        (2, 64, 4, 16)
+    """
+    devices = _checks.bound_axis(axis_name) if mesh is None else _checks.mesh_axis(mesh, axis_name)
+    # what is given is one device's part of the tokens, or all of them
+    given = devices if mesh is None else 1
+    slices = _checks.ring_slices(layout)
+    cu, cu_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv, given)
+    unbatched = cu is not None and query.ndim == 3
+    if unbatched:
+        query, key, value = (_checks.unbatched(name, x) for name, x in zip(QKV, (query, key, value), strict=True))
+    bound: Any
+    call, bound = _bind(
+        (query, key, value),
+        (None, None, None),
+        (softmax_aux, softmax_scale, logits_soft_cap),
+        (dtype, softmax_dtype),
+        (True, 0.0, None),
+        (causal, sliding_window),
+    )
+    over = None if mesh is None else devices
+    call = replace(
+        call,
+        queries=_checks.even_slices("query", call.queries, slices, over),
+        keys=_checks.even_slices("key", call.keys, slices, over),
+        sequences=None if cu is None else cu.shape[0] - 1,
+    )
+    ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
+    inputs = Arrays(bound[0], bound[1], bound[2], bound[5], cu, cu_kv)
+    output = _on_slice(call, ring, inputs) if mesh is None else _on_mesh(call, ring, mesh, inputs)
+    return output[0] if unbatched else output
+
+
+def to_balanced(x: Array, devices: int, axis: int = 1) -> Array:
+    """Tokens of `x` along `axis`, in the order that `layout="balanced"` wants: each device an early and a late slice.
+
+    >>> import jax.numpy as jnp
+    >>> print(to_balanced(jnp.arange(8), devices=2, axis=0))
+    [0 1 6 7 2 3 4 5]
+    """
+    return _reordered(x, _balanced(devices), axis)
+
+
+def from_balanced(x: Array, devices: int, axis: int = 1) -> Array:
+    """The inverse of `to_balanced`.
+
+    >>> import jax.numpy as jnp
+    >>> print(from_balanced(jnp.array([0, 1, 6, 7, 2, 3, 4, 5]), devices=2, axis=0))
+    [0 1 2 3 4 5 6 7]
+    """
+    return _reordered(x, np.argsort(_balanced(devices)), axis)
+
+
+def _balanced(devices: int) -> np.ndarray:
+    early = np.arange(_checks.positive_int("devices", devices))
+    return np.stack([early, 2 * devices - 1 - early], 1).reshape(-1)
+
+
+def _reordered(x: Array, order: np.ndarray, axis: int) -> Array:
+    x = _checks.array("x", x)
+    axis = axis % x.ndim
+    tokens = _checks.even_slices("x", x.shape[axis], 2, len(order) // 2)
+    x = x.reshape(*x.shape[:axis], len(order), tokens, *x.shape[axis + 1 :])
+    x = jnp.take(x, order, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call; `query`, `key` and `value` have a batch dimension."""
+
+    query: Array
+    key: Array
+    value: Array
+    sinks: Array | None
+    cu_seqlens: Array | None
+    cu_seqlens_kv: Array | None
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_mesh(call: Call, ring: Ring, mesh: jax.sharding.Mesh, arrays: Arrays) -> Array:
+    sliced = jax.P(None, ring.axis)
+    rest = (None if x is None else jax.P() for x in arrays[3:])
+    run = jax.shard_map(
+        lambda *arrays: _on_slice(call, ring, Arrays(*arrays)),
+        mesh=mesh,
+        in_specs=(sliced, sliced, sliced, *rest),
+        out_specs=sliced,
+        axis_names={ring.axis},
+    )
+    return run(*arrays)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_slice(call: Call, ring: Ring, arrays: Arrays) -> Array:
+    """The call on this device's tokens; sizes of `call` are those of a slice."""
+    arrays, _ = _varying.align((arrays, lax.axis_index(ring.axis)))
+    if 0 in (call.batch, call.queries, call.keys):
+        shape = (*arrays.query.shape[:-1], call.value_dim)
+        return _varying.like(jnp.zeros(shape, call.dtype), arrays.query)
+    return _attend(call, ring, arrays).astype(call.dtype)
+
+
+def _primal(call: Call, ring: Ring, arrays: Arrays) -> Array:
+    return _forward(call, ring, arrays)[0]
+
+
+def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array]]:
+    me = lax.axis_index(ring.axis)
+    queries, starts = ring.split(arrays.query), ring.starts(me, call.queries)
+
+    def visit(results: Any, blocks: Any, shift: Any, begin: int = 0) -> Any:
+        """`results`, output and log-sum-exp by slice of queries, with what the visiting blocks add."""
+        places = ring.starts((me - shift) % ring.devices, call.keys) + begin
+
+        def one_slice(xs: Any) -> Any:
+            results, query, start = xs
+
+            def one_block(results: Any, block: Any) -> Any:
+                part = xla_blocks.forward(*_pair(call, arrays, query, start, *block))
+                return _merged(results, part), None
+
+            return lax.scan(one_block, results, (*blocks, places))[0]
+
+        return lax.map(one_slice, (results, queries, starts))
+
+    def step(carry: Any, shift: Array) -> Any:
+        results, blocks = carry
+        return (visit(results, blocks, shift), ring.hop(blocks)), None
+
+    lse = jnp.full(queries.shape[:-1], -jnp.inf, call.wide)
+    results = _varying.like((jnp.zeros((*lse.shape, call.value_dim), call.wide), lse), queries)
+    own = ring.split(arrays.key), ring.split(arrays.value)
+    last = ring.first + ring.visits - 1
+    carry = results, ring.hop(own, ring.first)
+    (results, blocks), _ = lax.scan(step, carry, jnp.arange(ring.first, last))
+    results = visit(results, blocks, last)
+    for shift, begin, end in ring.edges:
+        results = visit(results, ring.hop(_cut(own, begin, end), shift), shift, begin)
+    output, lse = map(ring.join, results)
+    if arrays.sinks is not None:
+        share, _ = _shares(lse, _sinks_total(call, arrays.sinks))
+        output = share * output
+    output = output.astype(call.residual_dtype)
+    return output, (arrays, output, lse)
+
+
+def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[Arrays]:
+    arrays, output, lse = residuals
+    me = lax.axis_index(ring.axis)
+    d_sinks = None
+    if arrays.sinks is not None:
+        total = jnp.logaddexp(lse, _sinks_total(call, arrays.sinks))
+        d_sinks = _sinks_gradient(call, arrays.sinks, output, jnp.where(lse == -jnp.inf, jnp.inf, total), d_output)
+        lse = total
+    of_queries = tuple(map(ring.split, (arrays.query, output, lse, d_output)))
+    starts = ring.starts(me, call.queries)
+
+    def visit(blocks: Any, shift: Any, begin: int = 0) -> Any:
+        """Gradients of the visiting blocks and of the queries, from each other."""
+        places = ring.starts((me - shift) % ring.devices, call.keys) + begin
+
+        def one_slice(sums: Any, xs: Any) -> Any:
+            start, query, output, lse, d_output = xs
+
+            def one_block(d_query: Array, block: Any) -> Any:
+                inner, inputs = _pair(call, arrays, query, start, *block)
+                found = xla_blocks.backward(inner, inputs, output, lse, d_output, jnp.zeros_like(lse))
+                return d_query + found.query, (found.key.astype(call.wide), found.value.astype(call.wide))
+
+            zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)
+            d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, places))
+            return _added(sums, d_blocks), d_query
+
+        zeros = _varying.like(jax.tree.map(lambda x: jnp.zeros(x.shape, call.wide), blocks), arrays.query)
+        return lax.scan(one_slice, zeros, (starts, *of_queries))
+
+    def step(carry: Any, shift: Array) -> Any:
+        blocks, d_blocks, d_query = carry
+        # nothing here waits for what was sent, so that it travels while the device computes
+        following, arrived = ring.hop(blocks), ring.hop(d_blocks)
+        added, d_more = visit(blocks, shift)
+        return (following, _added(arrived, added), d_query + d_more), None
+
+    own = ring.split(arrays.key), ring.split(arrays.value)
+    blocks = ring.hop(own, ring.first)
+    d_blocks, d_query = visit(blocks, ring.first)
+    if ring.visits > 1:
+        last = ring.first + ring.visits - 1
+        carry = ring.hop(blocks), d_blocks, d_query
+        (blocks, d_blocks, d_query), _ = lax.scan(step, carry, jnp.arange(ring.first + 1, last))
+        added, d_more = visit(blocks, last)
+        d_blocks, d_query = _added(ring.hop(d_blocks), added), d_query + d_more
+    d_blocks = ring.hop(d_blocks, 1 - ring.first - ring.visits)
+    for shift, begin, end in ring.edges:
+        added, d_more = visit(ring.hop(_cut(own, begin, end), shift), shift, begin)
+        sums = _added(_cut(d_blocks, begin, end), ring.hop(added, -shift))
+        d_blocks = jax.tree.map(lambda d, new, at=begin: lax.dynamic_update_slice_in_dim(d, new, at, 2), d_blocks, sums)
+        d_query = d_query + d_more
+    d_query, d_key, d_value = (
+        ring.join(d).astype(x.dtype) for d, x in zip((d_query, *d_blocks), arrays[:3], strict=True)
+    )
+    return (Arrays(d_query, d_key, d_value, d_sinks, None, None),)
+
+
+_attend: Callable[[Call, Ring, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
+
+
+def _pair(
+    call: Call, arrays: Arrays, query: Array, start: Array, key: Array, value: Array, place: Array
+) -> tuple[Call, Inputs]:
+    """A slice of queries and one of keys, which begin at `start` and `place` of all tokens, as a call of the core."""
+    call = replace(call, keys=key.shape[1])
+    cu, cu_kv = arrays.cu_seqlens, arrays.cu_seqlens_kv
+    offset = (start - place)[None]
+    if cu is not None and cu_kv is not None:
+        here, there = jnp.clip(cu - start, 0, call.queries), jnp.clip(cu_kv - place, 0, call.keys)
+        # the core counts both from where the sequence's part in the slice begins
+        offset = offset + (cu_kv - cu + here - there)[:-1]
+        cu, cu_kv = here, there
+    # merged and summed up before it is rounded
+    call = replace(call, dtype=call.wide, sinks=None, offset=True)
+    return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset)
+
+
+def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Output and log-sum-exp over two sets of keys, from those over each."""
+    share, other_share = _shares(one[1], other[1])
+    return share * one[0] + other_share * other[0], jnp.logaddexp(one[1], other[1])
+
+
+def _shares(one: Array, other: Array) -> tuple[Array, Array]:
+    """How much of the softmax lies with each of two log-sum-exps; none with `-inf`."""
+    both = jnp.logaddexp(one, other)
+    first, second = (jnp.where(each == -jnp.inf, 0, jnp.exp(each - both)) for each in (one, other))
+    return first[..., None], second[..., None]
+
+
+def _added(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, one, other)
+
+
+def _cut(blocks: Any, begin: int, end: int) -> Any:
+    """The tokens from `begin` to `end` of blocks `[slices, B, T, …]`."""
+    return jax.tree.map(lambda x: x[:, :, begin:end], blocks)
+
+
+def _sinks_by_head(call: Call, sinks: Array) -> Array:
+    split = by_group(call, sinks, 0).astype(call.wide)
+    return jnp.broadcast_to(split, (call.kv_heads, call.groups, split.shape[-1])).reshape(call.heads, -1)
+
+
+def _sinks_total(call: Call, sinks: Array) -> Array:
+    return jax.nn.logsumexp(_sinks_by_head(call, sinks), -1)  # [H]
+
+
+def _sinks_gradient(call: Call, sinks: Array, output: Array, lse: Array, d_output: Array) -> Array:
+    """From the log-sum-exp with the sinks, `inf` where a query has no keys: then the output does not depend on them."""
+    mean = jnp.where(lse == jnp.inf, 0, (output * d_output).sum(-1, dtype=call.wide))
+    by_head, pull = jax.vjp(partial(_sinks_by_head, call), sinks)
+    weights = jnp.exp(by_head - lse[..., None])  # [B, T, H, sinks]
+    return pull(-(weights * mean[..., None]).sum((0, 1)))[0]
