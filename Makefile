@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: test lint docs bench clean
+.PHONY: demo test lint docs bench clean
+
+demo: $(VENV)/.demo
+	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
 
 test: lint $(VENV)/.dev
 	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
@@ -26,6 +29,10 @@ clean:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[layers,cli]'
+	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'

@@ -12,7 +12,7 @@ import jax
 import benchmarks
 from benchmarks.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "drawing", "timing"}
+NOT_BENCHMARKS = {"__main__", "timing"}
 
 
 def main() -> None:

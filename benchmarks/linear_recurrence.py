@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.drawing import log_log
 from benchmarks.timing import Row, compare
 from ejkernel import recurrent
+from ejkernel._drawing import log_log
 
 Arrays = dict[str, jax.Array]
 

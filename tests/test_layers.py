@@ -8,12 +8,13 @@ import ejkernel
 ROOT = Path(ejkernel.__file__).parent
 # Lower layers first; a module may import from its own layer and the ones below.
 LAYERS = (
-    ("ejkernel._checks",),
+    ("ejkernel._checks", "ejkernel._drawing"),
     ("ejkernel.xla_utils",),
     ("ejkernel._dispatch",),
     ("ejkernel.kernels",),
     ("ejkernel.attention", "ejkernel.linear_attention"),
-    ("ejkernel.kernels._xla", "ejkernel.parallel"),
+    ("ejkernel.kernels._xla", "ejkernel.layers", "ejkernel.parallel"),
+    ("ejkernel.demo",),
     ("ejkernel",),
 )
 

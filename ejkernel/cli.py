@@ -1,0 +1,100 @@
+"""The `ejkernel` command: `info` and `demo`."""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+EXAMPLES = """examples:
+  ejkernel info              what is installed, and what will run where
+  ejkernel demo              train a small language model and write demo/report.html
+  ejkernel demo --resume     go on after Ctrl-C
+"""
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "rich", "triton", "jax-triton")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 if it cannot run here, 2 for wrong use, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="ejkernel",
+        description="Attention kernels for JAX.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ejkernel {_version('ejkernel')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    info = commands.add_parser("info", help="versions, devices, and which implementation serves each op")
+    info.set_defaults(run=_info)
+    # its options are the demo's own, which cannot be asked for them before it is known to be installed
+    demo = commands.add_parser("demo", help="train a small language model on this machine", add_help=False)
+    demo.set_defaults(run=_demo)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options.run(rest)
+
+
+def _demo(rest: list[str]) -> int:
+    try:
+        from ejkernel.demo.__main__ import main as run
+    except ImportError as error:
+        print(f"the demo needs Flax and Optax: pip install 'ejkernel[layers,cli]' ({error})", file=sys.stderr)
+        return 1
+    return run(rest, prog="ejkernel demo")
+
+
+def _info(rest: list[str]) -> int:
+    print("\n".join(_report()))
+    return 0
+
+
+def _report() -> Iterator[str]:
+    import jax
+
+    yield f"ejkernel {_version('ejkernel')}, Python {platform.python_version()} on {platform.system()}"
+    yield from (f"  {name:<12} {_version(name)}" for name in PACKAGES)
+    yield "devices"
+    try:
+        yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
+    except RuntimeError as error:
+        yield f"  none that JAX can use: {error}"
+    yield "implementations, for a call of ordinary size"
+    for name, op, arguments in _calls():
+        yield f"  {name}"
+        yield from (f"    {line}" for line in _explained(op, arguments))
+
+
+def _explained(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[str]:
+    from ejkernel._dispatch import explain
+
+    return str(explain(op, *arguments)).splitlines()
+
+
+def _calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """An ordinary call of each op whose implementations differ."""
+    import jax
+    import jax.numpy as jnp
+
+    import ejkernel
+
+    x = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16)
+    per_head = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
+    per_key = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.float32)
+    yield "attention", ejkernel.attention, (x, x, x)
+    yield "flash_attention", ejkernel.flash_attention, (x, x, x)
+    yield "linear_attention, retention, lightning_attn", ejkernel.retention, (x, x, x)
+    yield "simple_gla", ejkernel.simple_gla, (x, x, x, per_head)
+    yield "recurrent_gla, recurrent", ejkernel.recurrent_gla, (x, x, x, per_key)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The page about a run: self-contained, with its plots inside."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+import jax
+
+from ejkernel import _drawing as drawing
+from ejkernel.demo.generation import Cost
+from ejkernel.demo.training import Score, Settings
+
+STYLE = """
+:root { color-scheme: light }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+svg { width: 100%; height: auto; border: 1px solid #ddd }
+table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+.prompt { color: #777 }
+"""
+POINTS = 120  # a loss curve has no use for more
+
+
+def page(
+    settings: Settings,
+    history: Sequence[tuple[float, float]],
+    score: Score,
+    linear: Sequence[Cost],
+    softmax: Sequence[Cost],
+    prompt: bytes,
+    sample: bytes,
+) -> str:
+    """The HTML page."""
+    figures = {
+        "loss on unseen text": f"{score.loss:.3f} bits/byte",
+        "floor: the text's entropy": f"{score.floor:.3f} bits/byte",
+        "from byte frequencies alone": f"{score.unigram:.3f} bits/byte",
+        "answers all right": f"{score.recall:.1%}",
+        "guessing among the places told": f"{score.chance:.1%}",
+    }
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in figures.items())
+    trained = f"{len(history)} steps of {settings.tokens} packed bytes"
+    model = f"{settings.depth} layers, width {settings.width}, {settings.heads} heads"
+    where = f"JAX {jax.__version__} on {jax.devices()[0].device_kind}"
+    text = f"<span class='prompt'>{escape(_readable(prompt))}</span>{escape(_readable(sample))}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>ejkernel demo</title><style>{STYLE}</style></head><body>
+<h1>A byte-level language model with gated linear attention</h1>
+<p>{escape(model)}; trained for {escape(trained)}; {escape(where)}.</p>
+<table>{rows}</table>
+<h2>Loss against the floor</h2>
+<p>Documents say where people are and ask for it later. All chance in them is drawn by the generator, so their entropy
+is known, and no model can get below it.</p>
+{_loss_plot(history, score)}
+<h2>Recall by distance</h2>
+<p>An answer counts if each of its bytes is the model's likeliest. Chance is a guess among the places told so far.</p>
+{_recall_plot(score)}
+<h2>The price of a byte</h2>
+<p>Generated one at a time. Linear attention carries a state of fixed size; softmax attention in a model of the same
+size reads a cache that grows with the context.</p>
+{_cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
+{_cost_plot("Memory carried", "kilobytes", linear, softmax, lambda cost: cost.state_bytes / 1e3)}
+<h2>A sample</h2>
+<p>The grey part was given.</p>
+<pre>{text}</pre>
+</body></html>
+"""
+
+
+def _loss_plot(history: Sequence[tuple[float, float]], score: Score) -> str:
+    width = max(len(history) // POINTS, 1)
+    groups = [history[start : start + width] for start in range(0, len(history), width)]
+    losses = [(start * width + 1, sum(loss for loss, _ in each) / len(each)) for start, each in enumerate(groups)]
+    ends = (1, max(len(history), 2))
+    curves = {
+        "loss": losses,
+        "byte frequencies": [(x, score.unigram) for x in ends],
+        "floor": [(x, score.floor) for x in ends],
+    }
+    return drawing.plot("Training loss", "step", "bits per byte", curves, log_y=True, dots=False)
+
+
+def _recall_plot(score: Score) -> str:
+    curves = {
+        "recall": [(round(distance), recall) for distance, recall, _ in score.by_distance],
+        "chance": [(round(distance), chance) for distance, _, chance in score.by_distance],
+    }
+    return drawing.plot("Recall", "bytes since the place was last named", "share of answers", curves, log_x=True)
+
+
+def _cost_plot(
+    title: str, unit: str, linear: Sequence[Cost], softmax: Sequence[Cost], cost: Callable[[Cost], float]
+) -> str:
+    curves = {
+        "gated linear attention": [(each.context, cost(each)) for each in linear],
+        "softmax attention": [(each.context, cost(each)) for each in softmax],
+    }
+    return drawing.log_log(title, "bytes of context", unit, curves)
+
+
+def _readable(text: bytes) -> str:
+    return text.decode("ascii", "replace").lstrip()

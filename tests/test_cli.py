@@ -1,0 +1,46 @@
+"""The `ejkernel` command: what it prints, and its exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel import cli
+
+
+def test_info_names_what_runs_and_why_others_do_not(capsys):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("jaxlib", "devices", "0: cpu", "flash_attention", "xla", "not cudnn: "):
+        assert part in printed
+    printed.encode("ascii")
+
+
+def test_help_shows_examples(capsys):
+    for arguments, example in ((["--help"], "ejkernel demo --resume"), (["demo", "--help"], "ejkernel demo --resume")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(arguments)
+        assert end.value.code == 0
+        assert example in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["sing"], ["info", "--loud"], ["demo", "--steps", "0"]], ids=str)
+def test_wrong_use_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage: ejkernel" in capsys.readouterr().err
+
+
+def test_demo_without_flax_says_what_to_install(capsys, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith(("ejkernel.demo", "ejkernel.layers", "flax", "optax")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    assert cli.main(["demo"]) == 1
+    assert "pip install 'ejkernel[layers,cli]'" in capsys.readouterr().err
+
+
+def test_the_command_imports_flax_for_the_demo_only():
+    probe = "import sys, ejkernel.cli; sys.exit('flax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0

@@ -1,0 +1,114 @@
+"""The demo, shortened: it learns, stops and resumes exactly, and refuses checkpoints that are none."""
+
+import json
+import signal
+from dataclasses import asdict, replace
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("flax.nnx")
+
+from ejkernel.demo import __main__ as demo
+from ejkernel.demo import checkpoint, text, training
+
+SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
+
+
+def test_text_is_what_its_bits_say():
+    data = text.batch(0, 0, 2048)
+    stream = bytes(data.tokens.astype(np.uint8))
+    assert (data.cu_seqlens[1:] >= data.cu_seqlens[:-1]).all() and data.cu_seqlens[-1] <= 2048
+    for each in data.questions:
+        answer = stream[each.answer : each.answer + each.length].decode()
+        assert answer in text.PLACES
+        assert stream[each.answer - each.distance :].startswith(answer.encode())
+    ends = data.cu_seqlens[1:][np.diff(data.cu_seqlens) > 0] - 1
+    assert (data.targets[ends] == -1).all()
+    assert data.predicted == data.cu_seqlens[-1] - len(ends)
+
+
+def test_every_choice_can_be_read_back():
+    """The bits of a document, computed anew from its text alone."""
+    made = text.document(np.random.default_rng(3), 1000)
+    told, bits = {}, 0.0
+    for line in made.text.strip().splitlines():
+        choices = {"tell": len(told) < text.PEOPLE, "ask": bool(told), "aside": True}
+        weights = {"tell": text.TELL, "ask": text.ASK, "aside": text.ASIDE}
+        total = sum(weight for kind, weight in weights.items() if choices[kind])
+        if line.removesuffix(".") in text.ASIDES:
+            bits -= np.log2(text.ASIDE / total / len(text.ASIDES))
+        elif "?" in line:
+            name, place = line.removesuffix(".").split("? ")
+            assert told[name] == place
+            bits -= np.log2(text.ASK / total / len(told))
+        else:
+            name = next(name for name in text.NAMES if line.startswith(name))
+            bits -= np.log2(text.TELL / total / (len(text.NAMES) - len(told)) / len(text.PLACES))
+            told[name] = next(place for place in text.PLACES if line == text.statement(name, place).strip())
+    assert made.bits == pytest.approx(bits)
+
+
+def test_resuming_changes_no_bit(tmp_path):
+    whole = training.train(SMALL, tmp_path / "whole.npz")
+    calls = iter([False, True])
+
+    def interrupt(step, loss, tokens):
+        if next(calls):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Progress, "update", lambda self, *facts: interrupt(*facts))
+        assert training.train(SMALL, tmp_path / "parts.npz") is None
+    resumed = training.train(SMALL, tmp_path / "parts.npz", resume=True)
+    assert resumed.history == whole.history and len(whole.history) == 3
+    assert (tmp_path / "whole.npz").read_bytes() == (tmp_path / "parts.npz").read_bytes()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["parts.npz", "whole.npz"]
+
+
+def test_checkpoints_are_checked(tmp_path):
+    path, tree, settings = tmp_path / "x.npz", {"a": np.zeros(3)}, asdict(SMALL)
+    checkpoint.save(path, {"settings": settings}, tree)
+    header, loaded = checkpoint.load(path, settings, jax.tree.map(np.ones_like, tree))
+    assert header["settings"] == json.loads(json.dumps(settings)) and not np.asarray(loaded["a"]).any()
+    whole = path.read_bytes()
+    for content, message in (
+        (b"", "cannot be read"),
+        (b"not a checkpoint", "cannot be read"),
+        (whole[: len(whole) // 2], "cannot be read"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            checkpoint.load(path, settings, tree)
+    np.savez(path, a=np.zeros(3))
+    with pytest.raises(checkpoint.CheckpointError, match="no header"):
+        checkpoint.load(path, settings, tree)
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint to resume"):
+        checkpoint.load(tmp_path / "none.npz", settings, tree)
+    checkpoint.save(path, {"settings": settings}, tree)
+    with pytest.raises(checkpoint.CheckpointError, match=r"made with {'seed': 0}, not {'seed': 7}"):
+        checkpoint.load(path, asdict(replace(SMALL, seed=7)), tree)
+    with pytest.raises(checkpoint.CheckpointError, match=r"a is float64\(3,\), expected float64\(4,\)"):
+        checkpoint.load(path, settings, {"a": np.zeros(4)})
+    with pytest.raises(checkpoint.CheckpointError, match="b is in one of them only"):
+        checkpoint.load(path, settings, {**tree, "b": np.zeros(4)})
+
+
+def test_nothing_to_resume_is_told(tmp_path, capsys):
+    assert demo.main(["--resume", "--out", str(tmp_path)]) == 2
+    assert "no checkpoint to resume" in capsys.readouterr().err
+
+
+def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
+    for name, value in {"NAMES": text.NAMES[:6], "PLACES": text.PLACES[:6], "PEOPLE": 4, "SENTENCES": (8, 24)}.items():
+        monkeypatch.setattr(text, name, value)
+    settings = training.Settings(steps=220, width=64, heads=2)
+    trained = training.train(settings, tmp_path / "checkpoint.npz")
+    score = demo.show(settings, trained, tmp_path, contexts=(128, 512))
+    assert score.floor < score.loss < score.unigram / 4
+    assert score.recall > 2 * score.chance
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    printed = capsys.readouterr().out
+    assert "report.html" in printed and f"step   {settings.steps}/{settings.steps}" in printed and "\x1b" not in printed
