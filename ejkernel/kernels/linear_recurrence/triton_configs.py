@@ -1,0 +1,81 @@
+"""Tile sizes by GPU and shape class, as data. Hopper's are measured; the others fit their shared memory."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut: rows of the walked state (or key dims) a program, warps, pipeline stages."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that a call's kernels are cut by.
+
+    Attributes:
+        chunk: Tokens that interact through one matrix of scores.
+        group: Chunks over which a gate's gradient is summed, and between whose ends no state is stored.
+        limit: Bits of decay in half a chunk beyond which key gates take the exact path.
+        precision: Of the dots on float32 operands.
+        output: The walk that gives the output, and the value's gradient.
+        gradient: The walks that give the query's and the key's gradient.
+        exact: The exact path of strong key gates.
+        step: The token-by-token kernel.
+        fill: Programs that occupy the chip; fewer, and time is cut in segments.
+    """
+
+    chunk: int
+    group: int
+    limit: float
+    precision: str
+    output: Tile
+    gradient: Tile
+    exact: Tile
+    step: Tile
+    fill: int
+
+
+# Shared memory a program may use decides most of these: 227 KiB on Hopper and data-centre Blackwell, 163 KiB on
+# A100, 99 KiB on Ada, consumer Ampere and consumer Blackwell.
+SMALL, MEDIUM, LARGE = "small", "medium", "large"
+MEMORY = {80: MEDIUM, 87: MEDIUM, 90: LARGE, 100: LARGE, 103: LARGE}
+
+_STEP = Tile(64, 4, 1)
+_HALF = {  # bfloat16, by the padded dim of the state's columns
+    LARGE: {
+        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1), _STEP, 132),
+        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 264),
+    },
+    MEDIUM: {
+        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(32, 4, 1), _STEP, 216),
+        256: Config(32, 8, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 4, 1), _STEP, 216),
+    },
+    SMALL: {
+        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 4, 1), _STEP, 256),
+        256: Config(32, 8, 80.0, "ieee", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), _STEP, 256),
+    },
+}
+_FULL = {  # float32, and float16 carried as float32 for its range
+    LARGE: {
+        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 264),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 8, 2), Tile(32, 8, 2), Tile(32, 4, 1), _STEP, 264),
+    },
+    MEDIUM: {
+        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 216),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 216),
+    },
+    SMALL: {
+        128: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 256),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), _STEP, 256),
+    },
+}
+
+
+def configure(capability: int, wide: bool, largest_dim: int) -> Config:
+    """The configuration for a GPU's compute capability, the operands' width and the larger of K and V."""
+    table = _FULL if wide else _HALF
+    return table[MEMORY.get(capability, SMALL)][128 if largest_dim <= 128 else 256]

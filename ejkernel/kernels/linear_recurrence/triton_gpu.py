@@ -1,0 +1,146 @@
+"""The gated linear recurrence on NVIDIA GPUs: what Triton serves, how its kernels are launched, and its gradients."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.linear_recurrence import triton_passes, xla
+from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence.triton_passes import Plan
+
+LARGEST_DIM = 256
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def supports(call: Call) -> str | None:
+    """Why these kernels cannot serve the call, or `None` if they can."""
+    if call.dtype not in [jnp.dtype(each) for each in DTYPES]:
+        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
+    if call.value_decay:
+        return "decay along the value dims (gv) has no Triton kernel"
+    if max(call.key_dim, call.value_dim) > LARGEST_DIM:
+        return f"a head dim above {LARGEST_DIM} (K={call.key_dim}, V={call.value_dim})"
+    if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
+        return "an array without elements"
+    if call.scale == 0 or not np.isfinite(call.scale):
+        return f"softmax_scale {call.scale}: the gradient kernels divide by it"
+    return _launch.unavailable()
+
+
+def run(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array | None,
+    value_log_decay: jax.Array | None,
+    initial_state: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The call's output and final states; arrays as `Call` lists them."""
+    del value_log_decay
+    arrays = _varying.align((query, key, value, log_decay, initial_state, cu_seqlens))
+    output, last, _ = _recurrence(call, Plan.of(call), *arrays)
+    return output, last
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Whether the gates' gradient is asked for; it costs about a quarter of the backward."""
+
+    gate: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recurrence(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
+    return _foldable(triton_passes.forward, call, plan)(*arrays)
+
+
+def _recurrence_forward(call: Call, plan: Plan, *primals: Any) -> tuple[Any, Any]:
+    arrays = [None if each is None else each.value for each in primals]
+    # calling the differentiable function again is what makes gradients of gradients work
+    results = _recurrence(call, plan, *arrays)
+    wanted = _Wanted(primals[3] is not None and primals[3].perturbed)
+    return results, (tuple(arrays), results[2], wanted)
+
+
+def _recurrence_backward(call: Call, plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    arrays, residuals, wanted = saved
+    doutput = _dense(cotangents[0])
+    dlast = None if isinstance(cotangents[1], jax.custom_derivatives.SymbolicZero) else cotangents[1]
+    return (*_gradients(call, plan, wanted, arrays, residuals, doutput, dlast), None)
+
+
+_recurrence.defvjp(_recurrence_forward, _recurrence_backward, symbolic_zeros=True)
+
+
+def _dense(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gradients(
+    call: Call, plan: Plan, wanted: _Wanted, arrays: Any, residuals: Any, doutput: jax.Array, dlast: jax.Array | None
+) -> tuple[Any, ...]:
+    """Cotangents of query, key, value, log decay and initial state."""
+    return _foldable(functools.partial(triton_passes.backward, wanted.gate), call, plan)(
+        arrays, residuals, doutput, dlast
+    )
+
+
+def _gradients_forward(call: Call, plan: Plan, wanted: _Wanted, *arguments: Any) -> tuple[Any, Any]:
+    arrays, _, doutput, dlast = arguments
+    return _gradients(call, plan, wanted, *arguments), (arrays, doutput, dlast)
+
+
+def _gradients_backward(call: Call, plan: Plan, wanted: _Wanted, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Second derivatives are rare, so they go through the XLA implementation."""
+    (*inputs, cu_seqlens), doutput, dlast = saved
+
+    def gradients(inputs: Any, doutput: jax.Array, dlast: jax.Array | None) -> Any:
+        def output(query: Any, key: Any, value: Any, log_decay: Any, initial_state: Any) -> Any:
+            return xla.run(call, query, key, value, log_decay, None, initial_state, cu_seqlens)
+
+        (_, last), pull = jax.vjp(output, *inputs)
+        return pull((doutput, jnp.zeros_like(last) if dlast is None else dlast))
+
+    results, pull = jax.vjp(gradients, tuple(inputs), doutput, dlast)
+    if not wanted.gate and inputs[3] is not None:
+        cotangents = (*cotangents[:3], jnp.zeros_like(results[3]), cotangents[4])
+    dinputs, ddoutput, ddlast = pull(tuple(cotangents))
+    return (*dinputs, None), None, ddoutput, ddlast
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _foldable(function: Callable[..., Any], call: Call, plan: Plan) -> Callable[..., Any]:
+    """`function(call, plan, *arrays)` that `vmap` maps: rows join the batch, packed streams run one by one."""
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*arrays: Any) -> Any:
+        return function(call, plan, *arrays)
+
+    @mapped.def_vmap
+    def rule(axis_size: int, is_batched: Any, *arrays: Any) -> tuple[Any, Any]:
+        def spread(x: jax.Array, batched: bool) -> jax.Array:
+            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        arrays = jax.tree.map(spread, arrays, tuple(is_batched))
+        if call.packed:
+            results = jax.lax.map(lambda each: mapped(*each), arrays)
+        else:
+            folded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+            larger = replace(call, batch=call.batch * axis_size, sequences=call.sequences * axis_size)
+            results = _foldable(function, larger, plan)(*folded)
+            results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped

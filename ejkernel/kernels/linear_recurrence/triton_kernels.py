@@ -1,0 +1,615 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code shared by all decays: the chunk walk, the scan over time segments and the single-token step.
+
+Names: `i_` index, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# 2**-200 is 0 in float32.
+LEAST = tl.constexpr(-200.0)
+
+NONE = tl.constexpr(0)
+CONSTANT = tl.constexpr(1)
+HEAD = tl.constexpr(2)
+# One decay a key dim, which lies along the columns or the rows of the walked state.
+KEY_COLUMNS = tl.constexpr(3)
+KEY_ROWS = tl.constexpr(4)
+
+# Rows of the packing table: sequence borders, then how many chunks, groups and segments lie before each sequence.
+CHUNKS = tl.constexpr(1)
+GROUPS = tl.constexpr(2)
+SEGMENTS = tl.constexpr(3)
+
+
+@triton.jit
+def locate(i_block, p_cu, p_owner, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+    """Sequence, block in it, first token, tokens and readable tokens of the i-th block of L tokens.
+
+    The sequence past the last is padding: its tokens are written, as zeros, and never read.
+    """
+    if PACKED:
+        i_n = tl.load(p_owner + i_block)
+        i_first = tl.load(p_cu + i_n)
+        n_rows = tl.load(p_cu + i_n + 1) - i_first
+        i_j = i_block - tl.load(p_cu + ROW * (N + 2) + i_n)
+        n_read = tl.where(i_n < N, n_rows, 0)
+        i_first = i_first.to(tl.int64)
+    else:
+        n_blocks = tl.cdiv(T, L)
+        i_n = i_block // n_blocks
+        i_j = i_block % n_blocks
+        i_first = i_n.to(tl.int64) * T
+        n_rows = i_block * 0 + T
+        n_read = n_rows
+    return i_n, i_j, i_first, n_rows, n_read
+
+
+@triton.jit
+def blocks_before(i_n, p_cu, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+    """How many blocks of L tokens lie in the sequences before this one."""
+    if PACKED:
+        return tl.load(p_cu + ROW * (N + 2) + i_n).to(tl.int64)
+    else:
+        return (i_n * tl.cdiv(T, L)).to(tl.int64)
+
+
+@triton.jit
+def token_of(i_first, n_rows, i_row, FLIP: tl.constexpr):
+    """Where row `i_row` of a sequence lies in memory; FLIP visits the last token first."""
+    if FLIP:
+        return i_first + (n_rows - 1 - i_row)
+    else:
+        return i_first + i_row
+
+
+@triton.jit
+def load_rows(
+    p,
+    i_token,
+    i_head,
+    o_r,
+    m_r,
+    o_c,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):
+    """Rows of one head as a tile; what the masks leave out is 0."""
+    p_tile = p + (i_token * HEADS + i_head) * D + o_r[:, None] * (HEADS * D) + o_c[None, :]
+    if WHOLE and not PAD:
+        b = tl.load(p_tile)
+    else:
+        m_tile = m_r[:, None]
+        if PAD:
+            m_tile = m_tile & (o_c[None, :] < D)
+        b = tl.load(p_tile, mask=m_tile, other=0.0)
+    if WIDE:
+        b = b.to(tl.float32)
+    return b
+
+
+@triton.jit
+def walk(
+    p_x,
+    p_y,
+    p_z,
+    p_w,
+    p_gate,
+    p_piece,
+    p_sum,
+    p_factor,
+    p_flag,
+    p_score,
+    p_start,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    L,
+    p_out,
+    p_last,
+    p_rowdot,
+    p_border,
+    H: tl.constexpr,
+    HX: tl.constexpr,
+    HY: tl.constexpr,
+    HZ: tl.constexpr,
+    HW: tl.constexpr,
+    DX: tl.constexpr,
+    DZ: tl.constexpr,
+    BX: tl.constexpr,
+    BZ: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    STATE_ROW: tl.constexpr,
+    STATE_COLUMN: tl.constexpr,
+    DECAY: tl.constexpr,
+    SCALE: tl.constexpr,
+    START_SCALE: tl.constexpr,
+    LAST_SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FLIP: tl.constexpr,
+    REVERSE: tl.constexpr,
+    START: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    SCORES: tl.constexpr,
+    LAST: tl.constexpr,
+    ROWDOT: tl.constexpr,
+    BORDER: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Carries a state through the chunks of a sequence: `S ← decay S + z yᵀ`, `out = scale S x`, all roles swappable.
+
+    The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
+    the kernels that fold gates lay down. With OUTPUT off only a segment's own state and whole decay are computed.
+    BORDER stores the state at the later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
+    """
+    NZ: tl.constexpr = (DZ + BZ - 1) // BZ
+    PAD_X: tl.constexpr = BX != DX
+    PAD_Z: tl.constexpr = NZ * BZ != DZ
+    i_program = tl.program_id(0)
+    i_z = i_program % NZ
+    i_h = (i_program // NZ) % H
+    i_block = i_program // (NZ * H)
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
+    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    if BORDER:
+        i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED)
+    n_chunks = tl.cdiv(n_rows, C)
+    i_from = i_j * (L // C)
+    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
+
+    o_r = tl.arange(0, C)
+    o_x = tl.arange(0, BX)
+    o_z = i_z * BZ + tl.arange(0, BZ)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
+    o_border = o_z[:, None] + o_x[None, :] * DZ
+    m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
+    i_xh = i_h // (H // HX)
+    i_yh = i_h // (H // HY)
+    i_zh = i_h // (H // HZ)
+
+    # scores are [row of y, row of x]
+    o_gap = o_r[None, :] - o_r[:, None]
+    if REVERSE:
+        o_gap = -o_gap
+
+    if DECAY == CONSTANT:
+        b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + i_h).to(tl.float32) * LOG2E
+        b_gate = tl.maximum(b_gate, LEAST)
+        b_pair = tl.exp2(tl.where(o_gap >= 0, b_gate * o_gap, float("-inf")))
+        b_near = tl.exp2(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)))
+        b_write = tl.exp2(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)))
+        b_through = tl.exp2(b_gate * C)
+    if DECAY == HEAD:
+        o_piece = tl.arange(0, 16)
+        o_pick = o_piece[None, :] + 0 * o_z[:, None]
+        b_each = tl.where(o_pick < 3, 1.0, 0.0).to(tl.bfloat16)
+        b_third = tl.where((o_pick < 9) & (o_pick % 3 == 0), 1.0, 0.0).to(tl.bfloat16)
+
+    b_state = tl.zeros([BZ, BX], tl.float32)
+    if START:
+        i_start = i_n.to(tl.int64)
+        if SEGMENTED:
+            i_start = i_block.to(tl.int64)
+        m_start = m_state
+        if PACKED:
+            m_start = m_start & (i_n < N)
+        b_state = (
+            tl.load(p_start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
+            * START_SCALE
+        )
+    if not OUTPUT:
+        if DECAY == KEY_COLUMNS:
+            b_whole = tl.full([BX], 1.0, tl.float32)
+        elif DECAY == KEY_ROWS:
+            b_whole = tl.full([BZ], 1.0, tl.float32)
+        else:
+            b_whole = 1.0
+
+    for i_step in range(0, n_steps):
+        i_c = i_from + i_step
+        if REVERSE:
+            i_c = i_from + n_steps - 1 - i_step
+        i_row = i_c * C
+        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_chunk = (i_chunk0 + i_c) * H + i_h
+        m_read = i_row + o_r < n_read
+        b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
+        b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
+
+        if ROWDOT:
+            b_w = tl.trans(load_rows(p_w, i_token, i_h // (H // HW), o_t, m_read, o_z, HW, DZ, PAD_Z, WIDE, WHOLE))
+
+        if DECAY == HEAD:
+            p_weight = p_piece + i_chunk * (32 * C) + o_piece[:, None] * C + o_r[None, :]
+            b_left = tl.load(p_weight + (0 if REVERSE else 16 * C))
+            b_right = tl.load(p_weight + (16 * C if REVERSE else 0))
+            p_pair = p_factor + i_chunk * 4 + (2 if REVERSE else 0)
+            b_before = tl.load(p_pair)
+            b_after = tl.load(p_pair + 1)
+        if DECAY >= KEY_COLUMNS:
+            DK: tl.constexpr = DX if DECAY == KEY_COLUMNS else DZ
+            o_k = o_x if DECAY == KEY_COLUMNS else o_z
+            p_pair = p_factor + i_chunk * (4 * DK) + (2 * DK if REVERSE else 0)
+            b_before = tl.load(p_pair + o_k, mask=o_k < DK, other=0.0)
+            b_after = tl.load(p_pair + DK + o_k, mask=o_k < DK, other=0.0)
+            if DECAY == KEY_COLUMNS:
+                b_before = b_before[None, :]
+                b_after = b_after[None, :]
+            else:
+                b_before = b_before[:, None]
+                b_after = b_after[:, None]
+        b_seen = b_state
+        b_added = b_z
+        if DECAY >= HEAD:
+            is_exact = tl.load(p_flag + i_chunk) != 0
+            b_seen = b_state * tl.where(is_exact, 1.0, b_before)
+        if DECAY == HEAD:
+            # a dot spreads a row of weights over a tile, in the layout of the other dots
+            b_write = tl.dot(b_each if REVERSE else b_third, b_left)
+            b_added = (b_z * b_write).to(b_z.dtype)
+        if DECAY == CONSTANT:
+            b_added = (b_z * b_write[None, :]).to(b_z.dtype)
+        b_seen = b_seen.to(b_y.dtype)
+        if BORDER == 2:
+            if (i_c % G == G - 1) | (i_c == n_chunks - 1):
+                i_border = (i_group0 + i_c // G) * H + i_h
+                tl.store(p_border + i_border * (DX * DZ) + o_border, b_seen, mask=m_state)
+
+        if OUTPUT:
+            b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
+            b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
+            if DECAY == HEAD:
+                b_pair = tl.dot(tl.trans(b_left), b_right)
+                if is_exact:
+                    # whole and fractional parts are summed apart, so that no strong gate costs a later one its digits
+                    b_whole_sum = tl.load(p_sum + i_chunk * (2 * C) + o_r)
+                    b_part_sum = tl.load(p_sum + i_chunk * (2 * C) + C + o_r)
+                    b_gap = (b_whole_sum[None, :] - b_whole_sum[:, None]) + (b_part_sum[None, :] - b_part_sum[:, None])
+                    if REVERSE:
+                        b_gap = -b_gap
+                    b_pair = tl.exp2(b_gap)
+            if (DECAY == HEAD) or (DECAY == CONSTANT):
+                b_score = b_score * b_pair
+            if DECAY >= KEY_COLUMNS:
+                if SCORES:
+                    if is_exact:
+                        o_pair = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
+                        b_score = tl.load(p_score + i_chunk * (C * C) + o_pair).to(tl.float32)
+                elif is_exact:
+                    b_score = tl.zeros([C, C], tl.float32)
+            if DECAY != CONSTANT:
+                b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
+            if DECAY == HEAD:
+                b_out = b_out * tl.dot(b_third if REVERSE else b_each, b_right)
+            if DECAY == CONSTANT:
+                b_out = b_out * b_near[None, :]
+            b_out = tl.dot(b_z, b_score.to(b_z.dtype), acc=b_out, input_precision=PRECISION) * SCALE
+            m_write = i_row + o_r < n_rows
+            if ROWDOT:
+                b_rowdot = tl.sum(b_w.to(tl.float32) * b_out, 0)
+                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
+            p_rows = p_out + (i_token * H + i_h) * DZ + o_t[:, None] * (H * DZ) + o_z[None, :]
+            b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
+            if WHOLE and not PAD_Z:
+                tl.store(p_rows, b_rows)
+            else:
+                m_out = m_write[:, None]
+                if PAD_Z:
+                    m_out = m_out & (o_z[None, :] < DZ)
+                tl.store(p_rows, b_rows, mask=m_out)
+
+        if DECAY == NONE:
+            b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
+        elif DECAY == CONSTANT:
+            b_state = tl.dot(b_added, b_y, acc=b_state * b_through, input_precision=PRECISION)
+        else:
+            b_state = tl.dot(b_added, b_y, acc=b_state * b_before, input_precision=PRECISION) * b_after
+        if not OUTPUT:
+            if DECAY == CONSTANT:
+                b_whole = b_whole * b_through
+            elif DECAY == HEAD:
+                b_whole = b_whole * b_before * b_after
+            elif DECAY != NONE:
+                b_whole = b_whole * tl.reshape(b_before * b_after, [BX if DECAY == KEY_COLUMNS else BZ])
+        if BORDER == 1:
+            if (i_c % G == G - 1) | (i_c == n_chunks - 1):
+                i_border = (i_group0 + i_c // G) * H + i_h
+                tl.store(p_border + i_border * (DX * DZ) + o_border, b_state, mask=m_state)
+
+    if OUTPUT:
+        if LAST:
+            is_last = i_from + n_steps >= n_chunks
+            if REVERSE:
+                is_last = i_j == 0
+            if PACKED:
+                is_last = is_last & (i_n < N)
+            if is_last:
+                i_last = i_n.to(tl.int64) * H + i_h
+                tl.store(p_last + i_last * (DX * DZ) + o_state, b_state * LAST_SCALE, mask=m_state)
+    else:
+        i_segment = i_block.to(tl.int64) * H + i_h
+        tl.store(p_last + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
+        if DECAY == KEY_COLUMNS:
+            tl.store(p_border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+        elif DECAY == KEY_ROWS:
+            tl.store(p_border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
+        else:
+            tl.store(p_border + i_segment, b_whole, mask=i_z == 0)
+
+
+@triton.jit
+def scan_segments(
+    p_segment,
+    p_decay,
+    p_start,
+    p_cu,
+    T,
+    N,
+    L,
+    p_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAYS: tl.constexpr,
+    START: tl.constexpr,
+    START_SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The state at the start of each time segment, from the segments' own states and whole decays."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_program = tl.program_id(0)
+    i_h = (i_program // NK) % H
+    i_n = i_program // (NK * H)
+    i_segment = blocks_before(i_n, p_cu, SEGMENTS, N, T, L, PACKED)
+    if PACKED:
+        n_segments = (tl.load(p_cu + SEGMENTS * (N + 2) + i_n + 1) - i_segment).to(tl.int32)
+    else:
+        n_segments = tl.cdiv(T, L)
+    o_k = (i_program % NK) * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    o_state = o_k[:, None] * V + o_v[None, :]
+    m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
+    b_state = tl.zeros([BK, BV], tl.float32)
+    if START:
+        p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        b_state = tl.load(p_tile, mask=m_state, other=0.0).to(tl.float32) * START_SCALE
+    for i_step in range(0, n_segments):
+        i_j = i_step
+        if REVERSE:
+            i_j = n_segments - 1 - i_step
+        i_here = (i_segment + i_j) * H + i_h
+        if DECAYS == 1:
+            b_decay = tl.load(p_decay + i_here)
+        else:
+            b_decay = tl.load(p_decay + i_here * K + o_k, mask=o_k < K, other=0.0)[:, None]
+        b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state, other=0.0)
+        tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
+        b_state = b_state * b_decay + b_own
+
+
+@triton.jit
+def step(
+    p_q,
+    p_k,
+    p_v,
+    p_gate,
+    p_start,
+    p_cu,
+    T,
+    N,
+    p_out,
+    p_last,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+    START: tl.constexpr,
+):
+    """Token by token, for calls of a few tokens a sequence: the state is read once and written once."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_program = tl.program_id(0)
+    i_h = (i_program // NV) % H
+    i_n = i_program // (NV * H)
+    if PACKED:
+        i_first = tl.load(p_cu + i_n).to(tl.int64)
+        n_rows = tl.load(p_cu + i_n + 1) - tl.load(p_cu + i_n)
+        is_real = i_n < N
+    else:
+        i_first = i_n.to(tl.int64) * T
+        n_rows = T
+        is_real = i_n >= 0
+    o_k = tl.arange(0, BK)
+    o_v = (i_program % NV) * BV + tl.arange(0, BV)
+    m_k = (o_k < K) & is_real
+    m_v = (o_v < V) & is_real
+    o_state = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[:, None] * V + o_v[None, :]
+    m_state = m_k[:, None] & m_v[None, :]
+    b_state = tl.zeros([BK, BV], tl.float32)
+    if START:
+        b_state = tl.load(p_start + o_state, mask=m_state, other=0.0).to(tl.float32)
+    if DECAY == CONSTANT:
+        b_decay = tl.exp2(tl.load(p_gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32) * LOG2E)
+    for i_row in range(0, n_rows):
+        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_q = i_token * H + i_h
+        i_k = i_token * HKV + i_h // (H // HKV)
+        b_q = tl.load(p_q + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + i_k * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_v = tl.load(p_v + i_k * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        if DECAY == HEAD:
+            b_state = b_state * tl.exp2(tl.load(p_gate + i_q, mask=is_real, other=0.0).to(tl.float32) * LOG2E)
+        elif DECAY == KEY_COLUMNS:
+            b_gate = tl.load(p_gate + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_state = b_state * tl.exp2(b_gate * LOG2E)[:, None]
+        elif DECAY == CONSTANT:
+            b_state = b_state * b_decay
+        b_state = b_state + b_k[:, None] * b_v[None, :]
+        b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
+        tl.store(p_out + i_q * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
+    tl.store(p_last + o_state, b_state, mask=m_state)
+
+
+@triton.jit
+def fold_head_gates(
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_piece,
+    p_sum,
+    p_factor,
+    p_flag,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
+
+    Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
+    that the chunk is flagged: weights are against its ends, and the walks compute the decay between rows themselves.
+    """
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    o_r = tl.arange(0, C)
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    m_gate = (i_c * C + o_r < n_read)[:, None] & (o_h < H)[None, :]
+    if DECAY == CONSTANT:
+        p_tile = p_gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
+    else:
+        p_tile = p_gate + token_of(i_first, n_rows, i_c * C + o_r, FLIP)[:, None] * H + o_h[None, :]
+    b_gate = tl.maximum(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32) * LOG2E, LEAST)
+    b_whole = tl.floor(b_gate + 0.5)
+    b_part = tl.cumsum(b_gate - b_whole, 0)
+    b_whole = tl.cumsum(b_whole, 0)
+    m_middle = (o_r == C // 2 - 1)[:, None]
+    m_end = (o_r == C - 1)[:, None]
+    b_whole_middle = tl.sum(tl.where(m_middle, b_whole, 0.0), 0)[None, :]
+    b_part_middle = tl.sum(tl.where(m_middle, b_part, 0.0), 0)[None, :]
+    b_whole_end = tl.sum(tl.where(m_end, b_whole, 0.0), 0)[None, :]
+    b_part_end = tl.sum(tl.where(m_end, b_part, 0.0), 0)[None, :]
+    b_early = b_whole_middle + b_part_middle
+    b_late = (b_whole_end - b_whole_middle) + (b_part_end - b_part_middle)
+    b_from_middle = (b_whole - b_whole_middle) + (b_part - b_part_middle)
+    b_most = tl.maximum(tl.max(tl.abs(b_from_middle), 0)[None, :], tl.abs(b_early))
+    is_exact = b_most > LIMIT
+
+    i_chunk = (i_block.to(tl.int64) * H + o_h)[None, :]
+    m_sum = (o_h < H)[None, :] & (o_r >= 0)[:, None]
+    tl.store(p_sum + i_chunk * (2 * C) + o_r[:, None], b_whole, mask=m_sum)
+    tl.store(p_sum + i_chunk * (2 * C) + C + o_r[:, None], b_part, mask=m_sum)
+    # Three bfloat16 make up a float32, and nine products of such pieces a product: 1 2 3 1 2 3 1 2 3 in the order of
+    # the first row of weights, 1 1 1 2 2 2 3 3 3 in that of the second.
+    p_tile = p_piece + i_chunk * (32 * C) + o_r[:, None]
+    b_near = tl.exp2(tl.where(is_exact, b_whole + b_part, b_from_middle))
+    b_far = tl.exp2(tl.where(is_exact, (b_whole_end - b_whole) + (b_part_end - b_part), -b_from_middle))
+    for i_piece in tl.static_range(3):
+        b_near_piece = b_near.to(tl.bfloat16)
+        b_far_piece = b_far.to(tl.bfloat16)
+        b_near = b_near - b_near_piece.to(tl.float32)
+        b_far = b_far - b_far_piece.to(tl.float32)
+        for i_copy in tl.static_range(3):
+            tl.store(p_tile + (3 * i_copy + i_piece) * C, b_near_piece, mask=m_sum)
+            tl.store(p_tile + (16 + 3 * i_piece + i_copy) * C, b_far_piece, mask=m_sum)
+    for i_piece in tl.static_range(9, 16):
+        tl.store(p_tile + i_piece * C, tl.zeros([C, BH], tl.bfloat16), mask=m_sum)
+        tl.store(p_tile + (16 + i_piece) * C, tl.zeros([C, BH], tl.bfloat16), mask=m_sum)
+    m_chunk = (o_h < H)[None, :]
+    b_all = tl.exp2(b_whole_end + b_part_end)
+    tl.store(p_factor + i_chunk * 4, tl.where(is_exact, b_all, tl.exp2(b_early)), mask=m_chunk)
+    tl.store(p_factor + i_chunk * 4 + 1, tl.where(is_exact, 1.0, tl.exp2(b_late)), mask=m_chunk)
+    tl.store(p_factor + i_chunk * 4 + 2, tl.where(is_exact, b_all, tl.exp2(b_late)), mask=m_chunk)
+    tl.store(p_factor + i_chunk * 4 + 3, tl.where(is_exact, 1.0, tl.exp2(b_early)), mask=m_chunk)
+    tl.store(p_flag + i_chunk, is_exact.to(tl.int32), mask=m_chunk)
+
+
+@triton.jit
+def head_gate_gradient(
+    p_gate,
+    p_query,
+    p_key,
+    p_state,
+    p_dstate,
+    p_factor,
+    p_flag,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    NZ: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    SCALE: tl.constexpr,
+    DECAY: tl.constexpr,
+    FOLDED: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Gradient of one gate a head: sums to the end of a group of q·dq - k·dk, and ⟨S, dS⟩ at its border."""
+    BLOCK: tl.constexpr = C * G
+    ROWS: tl.constexpr = 16
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_n, i_j, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
+    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    o_r = tl.arange(0, BLOCK)
+    i_row = i_j * BLOCK + o_r
+    m_r = i_row < n_rows
+    i_token = token_of(i_first, n_rows, i_row, FLIP) * H + i_h
+    if i_j * BLOCK < n_rows:
+        b_sum = tl.zeros([BLOCK], tl.float32)
+        for i_z in tl.static_range(NZ):
+            b_sum += tl.load(p_query + i_token * NZ + i_z, mask=m_r, other=0.0)
+            b_sum -= tl.load(p_key + i_token * NZ + i_z, mask=m_r, other=0.0)
+        o_v = tl.arange(0, ROWS)
+        o_k = tl.arange(0, BK)
+        b_border = tl.zeros([ROWS, BK], tl.float32)
+        for i_v in range(0, V, ROWS):
+            o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
+            m_state = (i_v + o_v < V)[:, None] & (o_k < K)[None, :]
+            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0)
+            b_border += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
+        i_chunk = (i_chunk0 + tl.minimum(i_j * G + G, tl.cdiv(n_rows, C)) - 1) * H + i_h
+        b_border = tl.sum(tl.sum(b_border, 1), 0) * SCALE
+        if FOLDED:
+            b_border /= tl.where(tl.load(p_flag + i_chunk) != 0, 1.0, tl.load(p_factor + i_chunk * 4 + 2))
+        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_border
+        if DECAY == HEAD:
+            b_gate = tl.load(p_gate + i_token, mask=i_row < n_read, other=0.0).to(tl.float32)
+            b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
+        tl.store(p_out + i_token, b_sum.to(p_out.dtype.element_ty), mask=m_r)

@@ -1,0 +1,588 @@
+"""The passes over the tokens that make up a call of the recurrence, as launches of Triton kernels."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import triton_configs
+from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence.triton_configs import Config, Tile
+
+# Sequences of so few tokens are walked one token at a time.
+FEW_TOKENS = 8
+F32 = jnp.float32
+
+
+def _kernels() -> Any:
+    # not at the top: `import ejkernel` must not import Triton
+    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton_kernels")
+
+
+def _key_kernels() -> Any:
+    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton_key_kernels")
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(dim: int) -> int:
+    """The least power of two that holds `dim`; dots need 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _shape(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut: the configuration, and tokens a time segment. Folding `vmap` into the batch keeps it."""
+
+    config: Config
+    segment: int
+
+    @staticmethod
+    def of(call: Call) -> "Plan":
+        wide = call.dtype != jnp.bfloat16
+        capability = _launch.capability() or 90
+        config = triton_configs.configure(capability, wide, max(call.key_dim, call.value_dim))
+        unit = config.chunk * config.group
+        rows = 1 if call.packed else call.batch
+        programs = rows * call.heads * _cdiv(call.value_dim, min(config.output.block, _power(call.value_dim)))
+        segments = min(config.fill // programs, call.tokens // unit)
+        return Plan(config, unit * _cdiv(call.tokens, unit * max(segments, 1)))
+
+    def segmented(self, call: Call) -> bool:
+        return self.segment < call.tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gates:
+    """The decays as the walks read them; which are there depends on the kind of decay."""
+
+    constant: jax.Array | None = None  # constant: the gates themselves, where all chunks are whole [N, H]
+    flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
+    factor: jax.Array | None = None  # decays of a state through each chunk, both ways [chunks, H, 4] or [.., 4, K]
+    piece: jax.Array | None = None  # head: weights of each chunk's rows, in bfloat16 summands [chunks, H, 2, 16, C]
+    sum: jax.Array | None = None  # head: sums of each chunk's gates, whole and fractional parts [chunks, H, 2, C]
+    late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]
+    score: jax.Array | None = None  # key: scores of flagged chunks [chunks, H, C, C]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One call on its way to the device: its cut in blocks, and what every kernel is told of it."""
+
+    call: Call
+    plan: Plan
+    table: jax.Array  # borders of sequences and counts of chunks, groups, segments before each; unused if not packed
+    owners: dict[int, jax.Array]  # the sequence of each block, by tokens a block
+
+    @staticmethod
+    def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
+        lengths = Launcher._lengths(plan)
+        if cu_seqlens is None:
+            nothing = jnp.zeros((1,), jnp.int32)
+            return Launcher(call, plan, nothing, dict.fromkeys(lengths, nothing))
+        borders = jnp.concatenate([cu_seqlens.astype(jnp.int32), jnp.full((1,), call.tokens, jnp.int32)])
+        rows, owners = [borders], {}
+        for length in lengths:
+            counts = -(-jnp.diff(borders) // length)
+            if length == plan.segment:
+                # a sequence without tokens still hands its initial state on
+                counts = jnp.maximum(counts, 1)
+            before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+            blocks = jnp.arange(call.tokens // length + call.sequences + 1, dtype=jnp.int32)
+            owner = jnp.searchsorted(before[1:], blocks, side="right").astype(jnp.int32)
+            owners[length] = jnp.minimum(owner, call.sequences)
+            rows.append(before)
+        return Launcher(call, plan, jnp.stack(rows), owners)
+
+    @staticmethod
+    def _lengths(plan: Plan) -> tuple[int, int, int]:
+        return plan.config.chunk, plan.config.chunk * plan.config.group, plan.segment
+
+    @property
+    def whole(self) -> bool:
+        """Whether no chunk has a ragged end, which spares masks."""
+        return not self.call.packed and self.call.tokens % self.plan.config.chunk == 0
+
+    def blocks(self, length: int) -> int:
+        if self.call.packed:
+            return self.call.tokens // length + self.call.sequences + 1
+        return self.call.batch * _cdiv(self.call.tokens, length)
+
+    @staticmethod
+    def decay(kind: str, key_rows: bool = False) -> int:
+        """What the kernels call a kind of decay."""
+        names = {"none": "NONE", "constant": "CONSTANT", "head": "HEAD"}
+        names["key"] = "KEY_ROWS" if key_rows else "KEY_COLUMNS"
+        return getattr(_kernels(), names[kind]).value
+
+    def launch(
+        self,
+        kernel: Any,
+        *arrays: Any,
+        outputs: Sequence[Any],
+        programs: int,
+        tile: Tile,
+        length: int = 0,
+        aliases: dict[int, int] | None = None,
+        segment: bool = False,
+        **constants: Any,
+    ) -> list[jax.Array]:
+        """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for."""
+        given = [self.table if each is None else each for each in arrays]
+        wanted = [jax.ShapeDtypeStruct((1,), F32) if each is None else each for each in outputs]
+        owners = [self.owners[length]] if length else []
+        sizes = [self.call.tokens, self.call.sequences] + ([self.plan.segment] if segment else [])
+        return list(
+            _launch.launch(
+                kernel,
+                *given,
+                self.table,
+                *owners,
+                *sizes,
+                outputs=wanted,
+                programs=programs,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                aliases=aliases,
+                PACKED=self.call.packed,
+                **constants,
+            )
+        )
+
+    def walk(
+        self,
+        x: jax.Array | None,
+        y: jax.Array,
+        z: jax.Array,
+        gates: "Gates",
+        start: jax.Array | None,
+        *,
+        tile: Tile,
+        rows: str,
+        reverse: bool = False,
+        dtype: Any = F32,
+        last: bool = False,
+        start_scale: float = 1.0,
+        last_scale: float = 1.0,
+        rowdot: jax.Array | None = None,
+        border: int = 0,
+        scores: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Output, last state, row dots and borders of one walk; without `x`, states and decays of the segments."""
+        kernels = _kernels()
+        call, config = self.call, self.plan.config
+        key_rows = rows == "key"
+        dim_x, dim_z = (call.value_dim, call.key_dim) if key_rows else (call.key_dim, call.value_dim)
+        state_row, state_column = (call.value_dim, 1) if key_rows else (1, call.value_dim)
+        block = min(tile.block, _power(dim_z))
+        parts = _cdiv(dim_z, block)
+        n_segments, n_groups = self.blocks(self.plan.segment), self.blocks(config.chunk * config.group)
+        key_decay = call.decay == "key"
+        state = (call.heads, call.key_dim, call.value_dim)
+        if x is None:
+            outputs = [
+                None,
+                _shape(n_segments, *state),
+                None,
+                _shape(n_segments, call.heads, call.key_dim if key_decay else 1),
+            ]
+        else:
+            outputs = [
+                _shape(call.batch, call.tokens, call.heads, dim_z, dtype=dtype),
+                _shape(call.sequences, *state) if last else None,
+                None if rowdot is None else _shape(call.batch, call.tokens, call.heads, parts),
+                None,
+            ]
+            if border:
+                seen = F32 if call.dtype == jnp.float16 else y.dtype
+                size = (call.heads, call.value_dim, call.key_dim)
+                outputs[3] = _shape(n_groups, *size, dtype=F32 if border == 1 else seen)
+        heads = [call.heads if each is None else each.shape[2] for each in (x, y, z, rowdot)]
+        out, final, dots, borders = self.launch(
+            kernels.walk,
+            *(x, y, z, rowdot, gates.constant, gates.piece, gates.sum, gates.factor, gates.flag, gates.score, start),
+            outputs=outputs,
+            programs=n_segments * call.heads * parts,
+            tile=tile,
+            length=self.plan.segment,
+            segment=True,
+            H=call.heads,
+            HX=heads[0],
+            HY=heads[1],
+            HZ=heads[2],
+            HW=heads[3],
+            DX=dim_x,
+            DZ=dim_z,
+            BX=_power(dim_x),
+            BZ=block,
+            C=config.chunk,
+            G=config.group,
+            STATE_ROW=state_row,
+            STATE_COLUMN=state_column,
+            DECAY=self.decay("head" if call.decay == "constant" and not self.whole else call.decay, key_rows),
+            SCALE=float(call.scale),
+            START_SCALE=float(start_scale),
+            LAST_SCALE=float(last_scale),
+            WHOLE=self.whole,
+            FLIP=call.reverse,
+            REVERSE=reverse,
+            START=start is not None,
+            SEGMENTED=self.plan.segmented(call),
+            OUTPUT=x is not None,
+            SCORES=scores,
+            LAST=last,
+            ROWDOT=rowdot is not None,
+            BORDER=border,
+            WIDE=call.dtype == jnp.float16,
+            PRECISION=config.precision,
+        )
+        return out, final, dots, borders
+
+    def starts(
+        self,
+        y: jax.Array,
+        z: jax.Array,
+        gates: "Gates",
+        state: jax.Array | None,
+        reverse: bool = False,
+        scale: float = 1.0,
+    ) -> jax.Array | None:
+        """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut."""
+        kernels = _kernels()
+        call = self.call
+        if not self.plan.segmented(call):
+            return state
+        tile = self.plan.config.output
+        _, own, _, decay = self.walk(None, y, z, gates, None, tile=tile, rows="value", reverse=reverse)
+        block = min(32, _power(call.key_dim))
+        (starts,) = self.launch(
+            kernels.scan_segments,
+            *(own, decay, state),
+            outputs=[_shape(*own.shape)],
+            programs=call.sequences * call.heads * _cdiv(call.key_dim, block),
+            tile=Tile(block, 4, 2),
+            segment=True,
+            H=call.heads,
+            K=call.key_dim,
+            V=call.value_dim,
+            BK=block,
+            BV=_power(call.value_dim),
+            DECAYS=call.key_dim if call.decay == "key" else 1,
+            START=state is not None,
+            START_SCALE=float(scale),
+            REVERSE=reverse,
+        )
+        return starts
+
+
+def forward(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
+    launcher = Launcher.of(call, plan, arrays[5])
+    if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
+        return (*_step(launcher, *arrays[:5]), None)
+    prepared = _prepare(launcher, *arrays[:5])
+    query, key, gates, starts = prepared
+    output, last, _, _ = launcher.walk(
+        *(query, key, arrays[2], gates, starts),
+        tile=plan.config.output,
+        rows="value",
+        dtype=call.dtype,
+        last=True,
+        scores=True,
+    )
+    return output, last, prepared
+
+
+def backward(
+    wanted: bool, call: Call, plan: Plan, arrays: Any, prepared: Any, doutput: jax.Array, dlast: jax.Array | None
+) -> tuple[Any, ...]:
+    """Cotangents of query, key, value, log decay (zeros unless `wanted`) and initial state."""
+    query, key, value, log_decay, initial_state, cu_seqlens = arrays
+    launcher = Launcher.of(call, plan, cu_seqlens)
+    qhat, khat, gates, starts = prepared or _prepare(launcher, *arrays[:5])
+    config = plan.config
+    is_key = call.decay == "key"
+    wanted = wanted or is_key
+    scale = 1.0 / call.scale
+    ends = launcher.starts(qhat, doutput, gates, dlast, reverse=True, scale=scale)
+    back: dict[str, Any] = {"reverse": True, "start_scale": 1.0 if plan.segmented(call) else scale}
+    # heads that share a key are added up in float32
+    shared = F32 if call.heads != call.kv_heads else call.dtype
+    dvalue, dstart, _, _ = launcher.walk(
+        *(khat, qhat, doutput, gates, ends),
+        tile=config.output,
+        rows="value",
+        dtype=shared,
+        last=initial_state is not None,
+        last_scale=call.scale,
+        scores=True,
+        **back,
+    )
+    dquery, _, query_dots, memory = launcher.walk(
+        *(doutput, value, khat, gates, starts),
+        tile=config.gradient,
+        rows="key",
+        dtype=F32 if is_key else call.dtype,
+        rowdot=query if wanted and not is_key else None,
+        border=1 if wanted else 0,
+    )
+    dkey, _, key_dots, dmemory = launcher.walk(
+        *(value, doutput, qhat, gates, ends),
+        tile=config.gradient,
+        rows="key",
+        dtype=F32 if is_key else shared,
+        rowdot=key if wanted and not is_key else None,
+        border=2 if wanted else 0,
+        **back,
+    )
+    dgate = None
+    if is_key:
+        hats = (qhat, khat, dquery, dkey, memory, dmemory)
+        dquery, dkey, dgate = _unfold(launcher, arrays, gates, doutput, hats, shared)
+    elif wanted:
+        dgate = _head_gate_gradient(launcher, log_decay, gates, query_dots, key_dots, memory, dmemory)
+        if call.decay == "constant":
+            dgate = _sum_tokens(call, dgate, cu_seqlens)
+            dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
+    elif log_decay is not None:
+        dgate = jnp.zeros_like(log_decay)
+    dkey, dvalue = _sum_shared(call, dkey), _sum_shared(call, dvalue)
+    return dquery, dkey, dvalue, dgate, None if initial_state is None else dstart.astype(initial_state.dtype)
+
+
+def _sum_shared(call: Call, x: jax.Array) -> jax.Array:
+    """Adds up the query heads that share a key."""
+    if call.heads == call.kv_heads:
+        return x
+    return x.reshape(*x.shape[:2], call.kv_heads, -1, x.shape[-1]).sum(3).astype(call.dtype)
+
+
+def _sum_tokens(call: Call, dgate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+    """The gradient of one gate a sequence and head from one a token: `[B, T, H]` to `[N, H]`."""
+    if cu_seqlens is None:
+        return dgate.sum(1)
+    token = jnp.arange(call.tokens)[None, :, None]
+    inside = (token >= cu_seqlens[:-1, None, None]) & (token < cu_seqlens[1:, None, None])
+    return jnp.where(inside, dgate, 0).sum(1)
+
+
+def _prepare(
+    launcher: Launcher,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array | None,
+    initial_state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, Gates, jax.Array | None]:
+    """Queries and keys with key gates folded in, the gates as walks read them, and the segments' first states."""
+    if launcher.call.decay == "key":
+        query, key, gates = _fold(launcher, query, key, log_decay)
+    elif launcher.call.decay == "constant" and launcher.whole:
+        gates = Gates(constant=log_decay)
+    elif log_decay is not None:
+        gates = _fold_head(launcher, log_decay)
+    else:
+        gates = Gates()
+    return query, key, gates, launcher.starts(key, value, gates, initial_state)
+
+
+def _step(
+    launcher: Launcher,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array | None,
+    initial_state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    kernels, call, tile = _kernels(), launcher.call, launcher.plan.config.step
+    block = min(tile.block, _power(call.value_dim))
+    in_place = initial_state is not None and initial_state.dtype == F32
+    state = (call.sequences, call.heads, call.key_dim, call.value_dim)
+    output, last = launcher.launch(
+        kernels.step,
+        *(query, key, value, log_decay, initial_state),
+        outputs=[_shape(call.batch, call.tokens, call.heads, call.value_dim, dtype=call.dtype), _shape(*state)],
+        # packed streams have one more sequence: the padding behind the last
+        programs=(call.sequences + call.packed) * call.heads * _cdiv(call.value_dim, block),
+        tile=tile,
+        aliases={4: 1} if in_place else None,
+        H=call.heads,
+        HKV=call.kv_heads,
+        K=call.key_dim,
+        V=call.value_dim,
+        BK=_power(call.key_dim),
+        BV=block,
+        DECAY=launcher.decay(call.decay),
+        SCALE=float(call.scale),
+        FLIP=call.reverse,
+        START=initial_state is not None,
+    )
+    return output, last
+
+
+def _fold_head(launcher: Launcher, log_decay: jax.Array) -> Gates:
+    call, config = launcher.call, launcher.plan.config
+    chunk, chunks, heads = config.chunk, launcher.blocks(config.chunk), call.heads
+    block = min(16, 1 << (heads - 1).bit_length())
+    piece, sums, factor, flag = launcher.launch(
+        _kernels().fold_head_gates,
+        log_decay,
+        outputs=[
+            _shape(chunks, heads, 2, 16, chunk, dtype=jnp.bfloat16),
+            _shape(chunks, heads, 2, chunk),
+            _shape(chunks, heads, 4),
+            _shape(chunks, heads, dtype=jnp.int32),
+        ],
+        programs=chunks * _cdiv(heads, block),
+        tile=Tile(block, 4, 1),
+        length=chunk,
+        H=heads,
+        BH=block,
+        C=chunk,
+        DECAY=launcher.decay(call.decay),
+        LIMIT=config.limit,
+        FLIP=call.reverse,
+    )
+    return Gates(flag=flag, factor=factor, piece=piece, sum=sums)
+
+
+def _head_gate_gradient(
+    launcher: Launcher,
+    log_decay: jax.Array,
+    gates: Gates,
+    query_dots: jax.Array,
+    key_dots: jax.Array,
+    memory: jax.Array,
+    dmemory: jax.Array,
+) -> jax.Array:
+    call, config = launcher.call, launcher.plan.config
+    length = config.chunk * config.group
+    (dgate,) = launcher.launch(
+        _kernels().head_gate_gradient,
+        *(log_decay, query_dots, key_dots, memory, dmemory, gates.factor, gates.flag),
+        outputs=[_shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
+        programs=launcher.blocks(length) * call.heads,
+        tile=Tile(length, 4, 1),
+        length=length,
+        H=call.heads,
+        K=call.key_dim,
+        V=call.value_dim,
+        BK=_power(call.key_dim),
+        NZ=query_dots.shape[-1],
+        C=config.chunk,
+        G=config.group,
+        SCALE=float(call.scale),
+        DECAY=launcher.decay(call.decay),
+        FOLDED=gates.factor is not None,
+        FLIP=call.reverse,
+    )
+    return dgate
+
+
+def _fold(
+    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Gates]:
+    kernels, call, config = _key_kernels(), launcher.call, launcher.plan.config
+    chunk, chunks, heads, dim = config.chunk, launcher.blocks(config.chunk), call.heads, call.key_dim
+    # float16 has too small a range for folded gates
+    folded = F32 if call.dtype == jnp.float16 else call.dtype
+    hat = _shape(call.batch, call.tokens, heads, dim, dtype=folded)
+    shared: dict[str, Any] = {
+        "length": chunk,
+        "programs": chunks * heads,
+        "H": heads,
+        "HKV": call.kv_heads,
+        "K": dim,
+        "C": chunk,
+        "FLIP": call.reverse,
+    }
+    qhat, khat, factor, late, flag = launcher.launch(
+        kernels.fold_gates,
+        *(query, key, log_decay),
+        outputs=[
+            hat,
+            hat,
+            _shape(chunks, heads, 4, dim),
+            _shape(chunks, heads, dim),
+            _shape(chunks, heads, dtype=jnp.int32),
+        ],
+        tile=Tile(_power(dim), max(1, _power(dim) // 128), 1),
+        BK=_power(dim),
+        LIMIT=config.limit,
+        **shared,
+    )
+    qhat, khat, score = launcher.launch(
+        kernels.exact_scores,
+        *(query, key, log_decay, flag, qhat, khat),
+        outputs=[hat, hat, _shape(chunks, heads, chunk, chunk, dtype=folded)],
+        tile=config.exact,
+        aliases={4: 0, 5: 1},
+        LEVELS=chunk.bit_length() - 1,
+        BK=min(config.exact.block, _power(dim)),
+        WIDE=call.dtype == jnp.float16,
+        FINE=call.dtype == F32,
+        PRECISION=config.precision,
+        **shared,
+    )
+    return qhat, khat, Gates(factor=factor, late=late, flag=flag, score=score)
+
+
+def _unfold(
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, key_dtype: Any
+) -> list[jax.Array]:
+    """Gradients of query, key and key gates from those of the folded query and key."""
+    kernels, call, config = _key_kernels(), launcher.call, launcher.plan.config
+    query, key, value, log_decay = arrays[:4]
+    qhat, khat, dqhat, dkhat, memory, dmemory = hats
+    chunk, group = config.chunk, config.chunk * config.group
+    shared: dict[str, Any] = {
+        "H": call.heads,
+        "K": call.key_dim,
+        "V": call.value_dim,
+        "C": chunk,
+        "SCALE": float(call.scale),
+        "FLIP": call.reverse,
+    }
+    hat = (call.batch, call.tokens, call.heads, call.key_dim)
+    gradients = [_shape(*hat, dtype=call.dtype), _shape(*hat, dtype=key_dtype)]
+    summand, dquery, dkey = launcher.launch(
+        kernels.exact_gradients,
+        *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
+        outputs=[_shape(*hat), *gradients],
+        programs=launcher.blocks(chunk) * call.heads,
+        tile=config.exact,
+        length=chunk,
+        aliases={6: 0},
+        LEVELS=chunk.bit_length() - 1,
+        HKV=call.kv_heads,
+        BK=min(config.exact.block, _power(call.key_dim)),
+        BV=min(config.exact.block, _power(call.value_dim)),
+        WIDE=call.dtype == jnp.float16,
+        FINE=call.dtype == F32,
+        PRECISION=config.precision,
+        **shared,
+    )
+    width = _power(call.key_dim)
+    return launcher.launch(
+        kernels.unfold_gates,
+        *(log_decay, qhat, khat, summand, dkhat, gates.late, gates.flag, gates.factor, memory, dmemory, dquery, dkey),
+        outputs=[*gradients, _shape(*hat, dtype=log_decay.dtype)],
+        programs=launcher.blocks(group) * call.heads,
+        tile=Tile(width, max(1, width // 128), 1),
+        length=group,
+        aliases={10: 0, 11: 1},
+        BK=width,
+        G=config.group,
+        **shared,
+    )

@@ -1,0 +1,225 @@
+"""The Triton kernels of the gated linear recurrence on an NVIDIA GPU, against float64: `pytest -m gpu`."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle as recurrence_oracle
+import pytest
+from conftest import assert_close
+from linear_attention_cases import CASES as FRONT_CASES
+from triton_cases import NAMES, Case, assert_matches, make, oracle, results
+
+import ejkernel
+from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu, xla
+
+pytestmark = pytest.mark.gpu
+if _launch.capability() is None:
+    pytest.skip("no NVIDIA GPU", allow_module_level=True)
+elif reason := _launch.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+FRONTS = (
+    "gamma packed",
+    "one gate a head mixed",
+    "g",
+    "g mixed",
+    "g mixed reverse packed",
+    "g packed empty",
+    "one token",
+)
+GRADIENTS = {"other": 1e-2}
+TOLERANCE = {"bfloat16": GRADIENTS, "float16": GRADIENTS, "float32": {"other": 1e-5}}
+BASE = Case("key", T=333, B=2, H=4, Hkv=4, K=128, V=128, scale=128**-0.5, dtype="bfloat16")
+UNEVEN = {"lengths": (1, 0, 130, 64, 63, 60), "T": 333}
+
+
+def run(case, seed=0):
+    """Results by the kernels and by float64, and float64's output computed in float32 and rounded at the end."""
+    arrays, cotangents = make(case, seed)
+    return results(triton_gpu.run, case.call, arrays, cotangents), oracle(case.call, arrays, cotangents)
+
+
+def check(case):
+    actual, expected = run(case)
+    tolerance = TOLERANCE[case.dtype]
+    if case.decay == "constant" and case.dtype != "float32":
+        # one number a head, which sums the errors of all of its tokens
+        tolerance = {**tolerance, "decay": 3e-2}
+    assert_matches(actual, expected, tolerance)
+    if case.dtype != "float32":
+        # at most twice the error of rounding the exact answer
+        rounded = np.asarray(jnp.asarray(expected[0]).astype(case.dtype)).astype(np.float64)
+        least = np.linalg.norm(rounded - expected[0])
+        error = np.linalg.norm(np.asarray(actual[0]).astype(np.float64) - expected[0])
+        assert error <= 2.1 * least, f"output: {error / least:.2f} times the error of rounding"
+
+
+SHAPES = [
+    {"name": "plain"},
+    {"name": "no-state", "state": False},
+    {"name": "shared-heads", "Hkv": 1},
+    {"name": "odd-dims", "K": 72, "V": 40},
+    {"name": "reverse", "reverse": True},
+    {"name": "packed", **UNEVEN},
+    {"name": "packed-reverse-shared", **UNEVEN, "reverse": True, "Hkv": 2, "K": 64},
+]
+GATES = [
+    ("none", "mild"),
+    ("constant", "mild"),
+    ("head", "unscaled"),
+    ("head", "resets"),
+    ("key", "mild"),
+    ("key", "resets"),
+]
+
+
+@pytest.mark.parametrize("decay, gate", GATES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: x["name"])
+def test_contract(shape, decay, gate):
+    check(replace(BASE, decay=decay, gate=gate, **shape))
+
+
+@pytest.mark.parametrize("gate", ["unscaled", "strong", "fierce", "mixed"])
+def test_any_gate(gate):
+    check(replace(BASE, gate=gate))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("decay, gate", [("none", "mild"), ("head", "resets"), ("key", "mild"), ("key", "resets")])
+def test_dtypes(dtype, decay, gate):
+    check(replace(BASE, decay=decay, gate=gate, dtype=dtype, B=1))
+
+
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("memory", [triton_configs.LARGE, triton_configs.MEDIUM, triton_configs.SMALL])
+def test_every_configuration(monkeypatch, memory, dim, wide, decay):
+    """Those for other chips run here too, only not at their best."""
+    monkeypatch.setattr(triton_configs, "MEMORY", {_launch.capability(): memory})
+    case = replace(BASE, B=1, H=2, Hkv=2, T=150, K=dim, V=dim, decay=decay, gate="unscaled" if wide else "strong")
+    check(replace(case, dtype="float32" if wide else "bfloat16"))
+
+
+@pytest.mark.parametrize("decay", ["head", "key"])
+def test_time_in_segments(decay):
+    check(replace(BASE, B=1, H=2, Hkv=2, T=2100, K=64, V=64, decay=decay))
+
+
+@pytest.mark.parametrize("case", [{"T": 1}, {"T": 5}, {"lengths": (1, 2, 0, 1), "T": 5}], ids=str)
+@pytest.mark.parametrize("decay", ["none", "constant", "head", "key"])
+def test_few_tokens(decay, case):
+    check(replace(BASE, decay=decay, **case))
+
+
+def test_step_updates_a_donated_state_in_place():
+    case = replace(BASE, T=1, B=8)
+    arrays, _ = make(case)
+    step = jax.jit(lambda state: triton_gpu.run(case.call, *arrays[:5], state, None)[1], donate_argnums=0)
+    state = arrays[5] + 0
+    address = state.unsafe_buffer_pointer()
+    assert step(state).unsafe_buffer_pointer() == address
+
+
+def test_same_bits_every_time():
+    first, second = (results(triton_gpu.run, BASE.call, *make(BASE)) for _ in range(2))
+    for name, a, b in zip(NAMES, first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+
+
+def test_sequences_do_not_touch():
+    case = replace(BASE, lengths=(100, 101, 99), T=310)
+    arrays, cotangents = make(case)
+    clean = results(triton_gpu.run, case.call, arrays, cotangents)
+    poisoned = [x if x is None else x.at[0, 125].set(jnp.nan) for x in arrays[:4]]
+    spoilt = results(triton_gpu.run, case.call, (*poisoned, *arrays[4:]), cotangents)
+    others = np.r_[0:100, 201:310]
+    for name, a, b in zip(NAMES, clean, spoilt, strict=True):
+        rows = (slice(None), others) if a.shape[1] == 310 else np.array([0, 2])
+        np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
+
+
+def test_long_context():
+    """A million tokens: offsets past 32 bits, a grid past 65535, and the same answer as in two halves."""
+    case = replace(BASE, B=1, T=1 << 20, H=8, Hkv=8, K=128, V=128, decay="head", state=False)
+    call, keys = case.call, jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (1, call.tokens, 8, 128), jnp.bfloat16) for key in keys[:3])
+    g = jax.nn.log_sigmoid(jax.random.normal(keys[3], (1, call.tokens, 8)))
+    output, last = triton_gpu.run(call, q, k, v, g, None, None, None)
+    half = replace(call, tokens=call.tokens // 2)
+    _, state = triton_gpu.run(half, *(x[:, : half.tokens] for x in (q, k, v, g)), None, None, None)
+    tail, end = triton_gpu.run(half, *(x[:, half.tokens :] for x in (q, k, v, g)), None, state, None)
+    assert jnp.isfinite(output).all()
+    np.testing.assert_allclose(end, last, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(*(np.asarray(x[0, -100:], np.float32) for x in (tail, output)), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap(packed):
+    case = replace(BASE, B=1, T=100, lengths=(60, 40) if packed else None)
+    cases = [make(case, seed) for seed in range(2)]
+    stacked, cotangents = jax.tree.map(lambda *x: jnp.stack(x), *cases)
+    mapped = jax.vmap(functools.partial(results, triton_gpu.run, case.call))(stacked, cotangents)
+    for i, (arrays, cotangent) in enumerate(cases):
+        one = results(triton_gpu.run, case.call, arrays, cotangent)
+        for name, a, b in zip(NAMES, one, mapped, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b[i]), err_msg=name)
+
+
+def test_gradient_of_gradient():
+    case = replace(BASE, B=1, T=40, H=1, Hkv=1, K=16, V=16, dtype="float32")
+    arrays, (doutput, dlast) = make(case)
+
+    def twice(run):
+        def value(*inputs):
+            output, last = run(case.call, *inputs, None, *arrays[5:])
+            return (output * doutput).sum() + (last * dlast).sum()
+
+        gradient = jax.grad(value, argnums=(0, 1, 2, 3))
+        return jax.jit(jax.grad(lambda *x: sum((each**2).sum() for each in gradient(*x)), argnums=(0, 1, 2, 3)))
+
+    for a, b in zip(twice(triton_gpu.run)(*arrays[:4]), twice(xla.run)(*arrays[:4]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("case", [c for c in FRONT_CASES if c.name in FRONTS], ids=str)
+def test_fronts_choose_it(case):
+    """Through the public front, from shapes to gradients: what users get."""
+    arrays = case.arrays(np.float32)
+    borders = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    inputs = {name: x for name, x in arrays.items() if name not in borders}
+    assert ejkernel.explain(ejkernel.recurrent, **arrays, **case.options).chosen["cuda"] == "triton"
+    (output, final), pull = jax.vjp(jax.jit(lambda x: ejkernel.recurrent(**x, **borders, **case.options)), inputs)
+    cotangents = np.cos(output), np.sin(final)
+    expected = recurrence_oracle.recurrent(
+        **arrays, **case.options, d_output=cotangents[0], d_final_state=cotangents[1]
+    )
+    assert_close(output, expected[0], 1e-5, "output")
+    assert_close(final, expected[1], 1e-5, "final state")
+    for name, grad in pull(cotangents)[0].items():
+        assert_close(grad, expected[2][name], 4e-5, name)
+
+
+def test_front_transformations():
+    query, key, value, gate = jax.random.normal(jax.random.key(0), (4, 2, 70, 2, 16))
+    g = jax.nn.log_sigmoid(gate)
+
+    def loss(query, platform=None):
+        output, state = ejkernel.recurrent_gla(query, key, value, g, platform=platform)
+        return (output**2).sum() + state.sum()
+
+    def slope(query, platform=None):
+        return (jax.grad(loss)(query, platform) ** 2).sum()
+
+    assert_close(jax.grad(slope)(query), jax.grad(slope)(query, "xla"), 1e-4, "gradient of a gradient")
+    stacked = jnp.stack([query, query[::-1]])
+    assert_close(jax.vmap(loss)(stacked)[0], loss(query), 1e-5, "vmap")
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.shard_map(
+        lambda *x: ejkernel.recurrent_gla(*x)[0], mesh=mesh, in_specs=(jax.P("rows"),) * 4, out_specs=jax.P("rows")
+    )
+    assert_close(spread(query, key, value, g), ejkernel.recurrent_gla(query, key, value, g)[0], 1e-6, "shard_map")

@@ -1,0 +1,224 @@
+"""The Triton kernels of the gated linear recurrence, interpreted on the CPU, against float64."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton_cases import NAMES, Case, assert_matches, make, oracle, results
+
+from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu, xla
+from ejkernel.kernels.linear_recurrence.triton_configs import Config, Tile
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+if _launch.capability() is not None:
+    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
+
+from triton_interpreter import interpreted
+
+# Small blocks: several chunks, groups and time segments in a few dozen tokens.
+SMALL = Config(16, 2, 40.0, "ieee", *[Tile(16, 4, 1)] * 4, 16)
+TOLERANCE = {
+    "float32": {"other": 3e-6, "decay": 1e-5},
+    "float16": {"other": 2e-3, "decay": 1e-2},
+    "bfloat16": {"other": 4e-3, "decay": 1e-2},
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(triton_configs, "configure", lambda capability, wide, dim: SMALL)
+    with interpreted():
+        yield
+
+
+def check(case, tolerance=None):
+    arrays, cotangents = make(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_matches(actual, oracle(case.call, arrays, cotangents), tolerance or TOLERANCE[case.dtype])
+
+
+BASE = Case("key", T=71, B=1)
+UNEVEN = {"lengths": (3, 0, 33, 20), "T": 60}
+CASES = [
+    replace(BASE, name="none", decay="none"),
+    replace(BASE, name="constant", decay="constant", B=2),
+    replace(BASE, name="constant-unscaled", decay="constant", gate="unscaled"),
+    replace(BASE, name="head", decay="head"),
+    replace(BASE, name="head-resets", decay="head", gate="resets"),
+    replace(BASE, name="head-growing", decay="head", gate="mixed"),
+    BASE,
+    replace(BASE, name="key-unscaled", gate="unscaled"),
+    replace(BASE, name="key-strong", gate="strong"),
+    replace(BASE, name="key-fierce", gate="fierce"),
+    replace(BASE, name="key-resets", gate="resets"),
+    replace(BASE, name="key-growing", gate="mixed"),
+    replace(BASE, name="no-state", state=False),
+    replace(BASE, name="whole-chunks", T=64),
+    replace(BASE, name="one-chunk", T=9),
+    replace(BASE, name="odd-dims", K=20, V=40),
+    replace(BASE, name="shared-heads", H=4, Hkv=2, T=35),
+    replace(BASE, name="shared-heads-head", decay="head", H=4, Hkv=1, T=35),
+    replace(BASE, name="reverse", reverse=True),
+    replace(BASE, name="reverse-head", decay="head", reverse=True),
+    replace(BASE, name="packed-none", decay="none", **UNEVEN),
+    replace(BASE, name="packed-constant", decay="constant", **UNEVEN),
+    replace(BASE, name="packed-head", decay="head", **UNEVEN),
+    replace(BASE, name="packed-key", **UNEVEN),
+    replace(BASE, name="packed-key-resets-reverse", gate="resets", reverse=True, **UNEVEN),
+    replace(BASE, name="packed-head-reverse", decay="head", reverse=True, **UNEVEN),
+    replace(BASE, name="float16-head", decay="head", dtype="float16"),
+    replace(BASE, name="float16-key", gate="unscaled", dtype="float16", T=35),
+    replace(BASE, name="bfloat16-none", decay="none", dtype="bfloat16"),
+    replace(BASE, name="bfloat16-head", decay="head", dtype="bfloat16"),
+    replace(BASE, name="bfloat16-key", dtype="bfloat16"),
+    replace(BASE, name="bfloat16-key-strong", gate="strong", dtype="bfloat16"),
+    replace(BASE, name="bfloat16-key-resets", gate="resets", dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_oracle(case):
+    check(case)
+
+
+STEPS = [
+    replace(BASE, name="step-none", decay="none", B=2, T=1),
+    replace(BASE, name="step-constant", decay="constant", B=2, T=1),
+    replace(BASE, name="step-head", decay="head", B=2, T=1, H=4),
+    replace(BASE, name="step-key", B=2, T=1, K=20, V=40),
+    replace(BASE, name="step-few-reverse", B=2, T=5, reverse=True, gate="resets"),
+    replace(BASE, name="step-no-state", decay="none", T=1, state=False),
+    replace(BASE, name="step-packed", lengths=(1, 0, 3, 1, 1), T=8),
+    replace(BASE, name="step-bfloat16", T=1, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_few_tokens(case):
+    check(case)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_largest_blocks(monkeypatch, wide):
+    """The chunk of 64 tokens that Hopper uses, on a length that fills none."""
+    config = replace(SMALL, chunk=64, group=4, output=Tile(32, 8, 1))
+    monkeypatch.setattr(triton_configs, "configure", lambda *_: config)
+    check(Case("large", T=75, B=1, gate="strong", dtype="float32" if wide else "bfloat16"))
+
+
+def test_sequences_do_not_touch():
+    """A NaN in one packed sequence changes no bit of another, forward and backward."""
+    case = replace(BASE, lengths=(20, 21, 19), T=64)
+    arrays, cotangents = make(case)
+    clean = results(triton_gpu.run, case.call, arrays, cotangents)
+    poisoned = [x if x is None else x.at[0, 25].set(jnp.nan) for x in arrays[:4]]
+    spoilt = results(triton_gpu.run, case.call, (*poisoned, *arrays[4:]), cotangents)
+    others = np.r_[0:20, 41:64]
+    for name, a, b in zip(NAMES, clean, spoilt, strict=True):
+        rows = (slice(None), others) if a.shape[1] == 64 else np.array([0, 2])
+        np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
+
+
+def test_padding_has_no_effect():
+    case = replace(BASE, lengths=(20, 11), T=48)
+    arrays, cotangents = make(case)
+    arrays = tuple(x if x is None else x.at[0, 31:].set(jnp.nan) for x in arrays[:4]) + arrays[4:]
+    cotangents = (cotangents[0].at[0, 31:].set(jnp.nan), cotangents[1])
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert all(np.isfinite(np.asarray(x)).all() for x in actual)
+    for i in (0, 2, 3, 4, 5):
+        assert (np.asarray(actual[i])[0, 31:] == 0).all(), NAMES[i]
+
+
+def loss(run, case, arrays, cotangents):
+    def value(*inputs):
+        output, last = run(case.call, *inputs, arrays[6])
+        return (output * cotangents[0]).sum() + (last * cotangents[1]).sum()
+
+    return value
+
+
+@pytest.mark.parametrize("decay", ["head", "key"])
+def test_gradient_of_gradient(decay):
+    case = Case("twice", decay=decay, B=1, T=11, H=1, Hkv=1)
+    arrays, cotangents = make(case)
+
+    def twice(run):
+        gradient = jax.grad(loss(run, case, arrays, cotangents), argnums=(0, 1, 2, 3))
+        return jax.grad(lambda *x: sum((each**2).sum() for each in gradient(*x, *arrays[4:6])), argnums=(0, 1, 2, 3))
+
+    for a, b in zip(twice(triton_gpu.run)(*arrays[:4]), twice(xla.run)(*arrays[:4]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap(packed):
+    case = Case("vmap", B=1, T=20, lengths=(12, 6) if packed else None)
+    cases = [make(case, seed) for seed in range(3)]
+    stacked, cotangents = jax.tree.map(lambda *x: jnp.stack(x), *cases)
+    mapped = jax.vmap(functools.partial(results, triton_gpu.run, case.call))(stacked, cotangents)
+    for i, (arrays, cotangent) in enumerate(cases):
+        one = results(triton_gpu.run, case.call, arrays, cotangent)
+        for name, a, b in zip(NAMES, one, mapped, strict=True):
+            np.testing.assert_allclose(a, b[i], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_jit_checkpoint_and_gates_left_alone():
+    """Gates that are not differentiated cost nothing and change nothing."""
+    case = Case("jit", decay="constant", B=1, T=20)
+    arrays, cotangents = make(case)
+    value = loss(triton_gpu.run, case, arrays, cotangents)
+    expected = oracle(case.call, arrays, cotangents)
+    actual = jax.jit(jax.grad(jax.checkpoint(value), argnums=(0, 1, 2)))(*arrays[:6])
+    for a, b in zip(actual, expected[2:5], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_supports_says_why():
+    call = BASE.call
+    assert triton_gpu.supports(call) is None
+    assert "gv" in triton_gpu.supports(replace(call, value_decay=True))
+    assert "256" in triton_gpu.supports(replace(call, key_dim=272))
+    assert "float64" in triton_gpu.supports(replace(call, dtype=np.dtype(np.float64)))
+    assert "elements" in triton_gpu.supports(replace(call, tokens=0))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("wide", [False, True])
+def test_configurations_are_whole(monkeypatch, capability, dim, wide):
+    monkeypatch.undo()
+    config = triton_configs.configure(capability, wide, dim)
+    for number in (
+        config.chunk,
+        config.group,
+        *(each.block for each in (config.output, config.gradient, config.exact)),
+    ):
+        assert number & (number - 1) == 0
+    assert config.chunk >= 16
+
+
+def test_compile_key_does_not_depend_on_length(monkeypatch):
+    """What is constant in a kernel is the same for any number of tokens, sequences and packing of a kind."""
+    seen = []
+    real = _launch.launch
+
+    def record(kernel, *arguments, outputs, **rest):
+        rest.pop("programs"), rest.pop("aliases", None)
+        kinds = [type(each) if isinstance(each, int) else each.dtype for each in (*arguments, *outputs)]
+        seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
+        return real(kernel, *arguments, outputs=outputs, programs=0, **{k: v for k, v in rest.items()})
+
+    monkeypatch.setattr(_launch, "launch", record)
+    keys = []
+    for tokens, lengths in ((40, (20, 20)), (50, (10, 40)), (47, (47, 0))):
+        seen.clear()
+        case = replace(BASE, T=tokens, lengths=lengths)
+        arrays, cotangents = make(case)
+        jax.eval_shape(lambda a, c, case=case: results(triton_gpu.run, case.call, a, c), arrays, cotangents)
+        keys.append(list(seen))
+    assert keys[0] == keys[1] == keys[2]

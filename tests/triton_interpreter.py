@@ -1,0 +1,168 @@
+"""Runs the library's Triton kernels on the CPU, in Triton's interpreter, in place of `_launch.launch`."""
+
+import contextlib
+import importlib
+import warnings
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ejkernel.kernels import _launch
+
+MODULES = (
+    "ejkernel.kernels.linear_recurrence.triton_kernels",
+    "ejkernel.kernels.linear_recurrence.triton_key_kernels",
+)
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Within this, `_launch.launch` interprets. Triton itself is left in interpreting state: it cannot go back."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter, jit
+
+    triton.knobs.runtime.interpret = True
+    # what was decorated before this was decorated for a GPU
+    for module in (tl, tl.standard):
+        for name, each in list(vars(module).items()):
+            if isinstance(each, jit.JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(each.fn))
+    for name in MODULES:
+        importlib.reload(importlib.import_module(name))
+
+    builder = interpreter.InterpreterBuilder
+    multiply, cast = builder.create_dot, builder.cast_impl
+
+    def create_dot(self, a, b, d, *rest):
+        return multiply(self, _floats(a), _floats(b), d, *rest)
+
+    def cast_impl(self, source, target):
+        # the interpreter truncates where a GPU rounds
+        if (source.dtype.scalar, target.scalar) == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+        return cast(self, source, target)
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        # NumPy 2.4 no longer makes a number of an array of one element
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    before = _launch.launch, _launch.unavailable
+    interpreter._patch_lang_tensor = patched
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    _launch.launch, _launch.unavailable = launch, lambda: None
+    try:
+        yield
+    finally:
+        interpreter._patch_lang_tensor = patch_tensor
+        builder.create_dot, builder.cast_impl = multiply, cast
+        _launch.launch, _launch.unavailable = before
+
+
+def _floats(handle):
+    """The interpreter holds bfloat16 as raw bits, and its dot would multiply those."""
+    from triton.runtime import interpreter
+
+    if handle.dtype.scalar.name != "bf16":
+        return handle
+    return interpreter.TensorHandle(handle.data.view(ml_dtypes.bfloat16).astype(np.float32), interpreter.tl.float32)
+
+
+class Pointer:
+    """A NumPy array as what a Triton kernel takes for a pointer."""
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = DTYPES[array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+
+def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
+    """What `_launch.launch` does, with NaN in every output before the kernel runs."""
+    arrays = [each for each in arguments if not isinstance(each, int)]
+    scalars = tuple((i, each) for i, each in enumerate(arguments) if isinstance(each, int))
+    return tuple(
+        _interpret.bind(
+            *arrays,
+            kernel=kernel,
+            scalars=scalars,
+            outputs=tuple((each.shape, np.dtype(each.dtype)) for each in outputs),
+            programs=programs,
+            aliases=tuple((aliases or {}).items()),
+            constants=tuple(constants.items()),
+        )
+    )
+
+
+# A primitive, rather than a callback, for calls outside `jit`: callbacks now and then stall for half a minute there.
+_interpret = Primitive("interpret_triton")
+_interpret.multiple_results = True
+
+
+@_interpret.def_impl
+def _run(*arrays, kernel, scalars, outputs, programs, aliases, constants):
+    results = _run_numpy(
+        *arrays,
+        kernel=kernel,
+        scalars=scalars,
+        outputs=outputs,
+        programs=programs,
+        aliases=aliases,
+        constants=constants,
+    )
+    return [jax.numpy.asarray(each) for each in results]
+
+
+@_interpret.def_abstract_eval
+def _shapes(*_, outputs, **__):
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in outputs]
+
+
+def _callback(*arrays, outputs, **params):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    return jax.pure_callback(lambda *values: _run_numpy(*values, outputs=outputs, **params), shapes, *arrays)
+
+
+mlir.register_lowering(_interpret, mlir.lower_fun(_callback, multiple_results=True))
+
+
+def _run_numpy(*arrays, kernel, scalars, outputs, programs, aliases, constants):
+    values = [np.array(each, order="C") for each in arrays]
+    results = []
+    for shape, dtype in outputs:
+        poisoned = np.empty(shape, dtype)
+        poisoned.view(np.uint8)[...] = 0xFF  # NaN in every floating-point dtype, -1 in int32
+        results.append(poisoned)
+    for source, target in aliases:
+        results[target][...] = values[source]
+        values[source] = results[target]
+    arguments = [Pointer(each) for each in values]
+    for i, each in scalars:
+        arguments.insert(i, each)
+    _execute(kernel, arguments + [Pointer(each) for each in results], programs, dict(constants))
+    return results
+
+
+def _execute(kernel, arguments, programs, constants):
+    from triton.runtime import interpreter
+
+    class Executor(interpreter.GridExecutor):
+        # the arguments are on the host already, and are no torch tensors
+        def _init_args_hst(self, args, kwargs):
+            return args, kwargs
+
+        def _restore_args_dev(self, *_):
+            pass
+
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*arguments, **constants)
