@@ -74,9 +74,18 @@ def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any,
 def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any) -> Any:
     # under jit so that a plain call compiles once too, whatever the arrays' values
     branches = {device: functools.partial(each.run, call) for device, each in chosen}
-    if list(branches) == ["default"]:
-        return branches["default"](*arrays)
-    return jax.lax.platform_dependent(*arrays, **branches)
+
+    def run(*arrays: Any) -> Any:
+        if list(branches) == ["default"]:
+            return branches["default"](*arrays)
+        return jax.lax.platform_dependent(*arrays, **branches)
+
+    query = jax.typeof(arrays[0]).sharding
+    if not (explicit := query.mesh.explicit_axes):
+        return run(*arrays)
+    # where shardings are part of types, the cores still leave theirs to the partitioner, and results follow the query
+    run = jax.sharding.auto_axes(run, axes=explicit, out_sharding=call.result_specs(query.spec))
+    return run(*arrays)
 
 
 def _warn_if_slower(implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]) -> None:

@@ -100,7 +100,7 @@ def attention(
         (deterministic, dropout_prob, dropout_rng),
         (causal, sliding_window),
     )
-    return dispatch(ATTENTION, call, *arrays, platform=platform)
+    return dispatch(ATTENTION, replace(call, return_weights=True), *arrays, platform=platform)
 
 
 def flash_attention(

@@ -83,9 +83,7 @@ def collectives():
 
 
 def sharding():
-    """Ops on one device's code partition over batch and heads without any communication."""
-    mesh = jax.make_mesh((2, DEVICES // 2), ("batch", "heads"), axis_types=(AUTO, AUTO))
-    x = jnp.ones((2, 20, DEVICES, 4))
+    """Ops on one device's code partition over batch and heads without any communication, whatever kind the axes are."""
     ops = {
         "recurrent_gla": lambda q, k, v: ejkernel.recurrent_gla(q, k, v, g=-q),
         "simple_gla": lambda q, k, v: ejkernel.simple_gla(q, k, v, g=-q[..., 0]),
@@ -96,16 +94,23 @@ def sharding():
         "attention": lambda q, k, v: ejkernel.attention(q, k, v, causal=True),
         "flash_attention": lambda q, k, v: ejkernel.flash_attention(q, k, v, causal=True),
     }
-    sharded = jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads"))
-    for name, op in ops.items():
+    for kind in (AUTO, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((2, DEVICES // 2), ("batch", "heads"), axis_types=(kind, kind))
+        x = jax.device_put(
+            jnp.ones((2, 20, DEVICES, 4)), jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads"))
+        )
+        for name, op in ops.items():
 
-        def gradient(q, k, v, op=op):
-            results, pull = jax.vjp(op, q, k, v)
-            return pull(jax.tree.map(jnp.ones_like, results))
+            def gradient(q, k, v, op=op):
+                results, pull = jax.vjp(op, q, k, v)
+                return pull(jax.tree.map(jnp.ones_like, results))
 
-        for function in (op, gradient):
-            text = jax.jit(function, in_shardings=(sharded,) * 3).lower(x, x, x).compile().as_text()
-            assert not hlo.collectives(text), f"{name} communicates"
+            with jax.set_mesh(mesh):
+                for function in (op, gradient):
+                    text = jax.jit(function).lower(x, x, x).compile().as_text()
+                    assert not hlo.collectives(text), f"{name} communicates over {kind} axes"
+                output = jax.tree.leaves(op(x, x, x))[0]
+                assert output.sharding.is_equivalent_to(x.sharding, 4), f"{name}: {output.sharding}"
 
 
 def family():

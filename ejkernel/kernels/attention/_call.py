@@ -1,10 +1,12 @@
 """What is fixed when a call of softmax attention is traced."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,16 @@ class Call:
     sequences: int | None = None  # packed in one row
     offset: bool = False
     return_lse: bool = False
+    return_weights: bool = False
     block_sizes: tuple[int, int] | None = None  # of queries and of keys
+
+    def result_specs(self, query: PartitionSpec) -> Any:
+        """How the results are sharded where shardings are explicit and the query's is this."""
+        rows, tokens, heads, _ = query
+        output = PartitionSpec(rows, tokens, heads, None)
+        if self.return_weights:
+            return output, PartitionSpec(rows, heads, tokens, None)
+        return (output, PartitionSpec(rows, tokens, heads)) if self.return_lse else output
 
     @property
     def groups(self) -> int:

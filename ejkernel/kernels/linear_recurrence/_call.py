@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 Decay = Literal["none", "constant", "head", "key"]
 
@@ -38,6 +39,11 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+
+    def result_specs(self, query: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+        """How the results are sharded where shardings are explicit and the query's is this."""
+        rows, tokens, heads, _ = query
+        return PartitionSpec(rows, tokens, heads, None), PartitionSpec(None if self.packed else rows, heads, None, None)
 
     @property
     def state_dtype(self) -> np.dtype:
