@@ -348,7 +348,7 @@ REFUSED = [
     (lambda: chunk_global_cumsum(ROW, cu_seqlens=CU * 2), ValueError, "cu_seqlens: got last value 12; .* the 6 tokens"),
     (lambda: chunk_local_cumsum(ROW, 4, cu_seqlens=-CU), ValueError, "cu_seqlens: got a decrease at index 1"),
     (lambda: chunk_local_cumsum(ROW, 4, cu_seqlens=CU[None]), ValueError, r"cu_seqlens: got shape \(1, 3\)"),
-    (lambda: chunk_local_cumsum(ROW, 4, cu_seqlens=[0, 6]), TypeError, "cu_seqlens: got list; expected an array"),
+    (lambda: chunk_local_cumsum(ROW, 4, cu_seqlens=6), TypeError, "cu_seqlens: got int; expected an array"),
     (lambda: chunk_local_cumsum(ROW, 4, cu_seqlens=CU * 1.0), TypeError, "cu_seqlens: got dtype float32"),
     (lambda: chunk_local_cumsum(G.astype(int), 4), TypeError, "g: got dtype int32; expected a floating-point dtype"),
     (lambda: chunk_global_cumsum(G > 0), TypeError, "s: got dtype bool; expected a floating-point dtype"),

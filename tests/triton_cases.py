@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle as reference
 
 from ejkernel.kernels.linear_recurrence._call import Call
 
@@ -92,60 +93,26 @@ NAMES = ("output", "last", "query", "key", "value", "decay", "state")
 
 
 def oracle(call, arrays, cotangents):
-    """Output, final states and the gradients of query, key, value, log decay and initial state, token by token."""
-    arrays = [None if x is None else np.asarray(x).astype(np.float64) for x in arrays[:6]] + [arrays[6]]
+    """Output, final states and the gradients of query, key, value, log decay and initial state, in float64."""
     query, key, value, decay, _, state, borders = arrays
-    doutput, dlast = (np.asarray(x).astype(np.float64) for x in cotangents)
-    groups = call.heads // call.kv_heads
-    k_all, v_all = np.repeat(key, groups, 2), np.repeat(value, groups, 2)
-    output = np.zeros(doutput.shape)
-    last = np.zeros(dlast.shape)
-    dquery, dkey, dvalue = np.zeros(query.shape), np.zeros(k_all.shape), np.zeros(v_all.shape)
-    ddecay = None if decay is None else np.zeros(decay.shape)
-    dstate = np.zeros(dlast.shape)
-    for n in range(call.sequences):
-        row, tokens = n, range(call.tokens)
-        if call.packed:
-            row, tokens = 0, range(int(borders[n]), int(borders[n + 1]))
-        if call.reverse:
-            tokens = tokens[::-1]
-
-        def fade(t, n=n, row=row):
-            if decay is None:
-                return np.ones((call.heads, 1, 1))
-            if call.decay == "constant":
-                return np.exp(decay[n])[:, None, None]
-            return np.exp(decay[row, t]).reshape(call.heads, -1, 1)
-
-        S = np.zeros(last.shape[1:]) if state is None else state[n].copy()
-        before = []
-        for t in tokens:
-            before.append(S)
-            S = fade(t) * S + k_all[row, t][:, :, None] * v_all[row, t][:, None, :]
-            output[row, t] = call.scale * np.einsum("hk,hkv->hv", query[row, t], S)
-        last[n] = S
-        dS = dlast[n].copy()
-        for t in tokens[::-1]:
-            old = fade(t) * before.pop()
-            S = old + k_all[row, t][:, :, None] * v_all[row, t][:, None, :]
-            dquery[row, t] = call.scale * np.einsum("hkv,hv->hk", S, doutput[row, t])
-            dS = dS + call.scale * query[row, t][:, :, None] * doutput[row, t][:, None, :]
-            dkey[row, t] = np.einsum("hkv,hv->hk", dS, v_all[row, t])
-            dvalue[row, t] = np.einsum("hkv,hk->hv", dS, k_all[row, t])
-            rows = (old * dS).sum(-1)
-            if call.decay == "key":
-                ddecay[row, t] = rows
-            elif call.decay == "head":
-                ddecay[row, t] = rows.sum(-1)
-            elif call.decay == "constant":
-                ddecay[n] += rows.sum(-1)
-            dS = fade(t) * dS
-        dstate[n] = dS
-
-    def shared(x):
-        return x.reshape(*x.shape[:2], call.kv_heads, groups, -1).sum(3)
-
-    return output, last, dquery, shared(dkey), shared(dvalue), ddecay, dstate
+    gate = {} if decay is None else {"g_gamma" if call.decay == "constant" else "g": np.asarray(decay)}
+    if call.decay == "head":
+        gate["g"] = gate["g"][..., None]
+    output, last, grads = reference.recurrent(
+        query,
+        key,
+        value,
+        **gate,
+        initial_state=state,
+        cu_seqlens=borders,
+        reverse=call.reverse,
+        softmax_scale=call.scale,
+        d_output=cotangents[0],
+        d_final_state=cotangents[1],
+    )
+    d_decay = None if decay is None else grads["g_gamma" if "g_gamma" in gate else "g"].reshape(decay.shape)
+    d_state = np.zeros(last.shape) if state is None else grads["initial_state"]
+    return output, last, grads["query"], grads["key"], grads["value"], d_decay, d_state
 
 
 def results(run, call, arrays, cotangents):
