@@ -39,7 +39,7 @@ def with_gradients(arrays, options, seed=1):
     return results, vjp(cotangents)[0], cotangents
 
 
-def check_against_oracle(arrays, options, tolerance, dtypes=None):
+def check_against_oracle(arrays, options, tolerance):
     (output, final), grads, (d_output, d_final) = with_gradients(arrays, options)
     expected = oracle.recurrent(**arrays, **options, d_output=d_output, d_final_state=d_final)
     assert_close(output, expected[0], tolerance, "output")
