@@ -100,8 +100,9 @@ def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states:
         states = lax.dynamic_update_index_in_dim(states, end, chunk.sequence, 0)
         return states, (output, start if keep_states else None)
 
-    # two chunks a step without gradients: XLA's CPU backend copies the carried states once a step, and it compiles fast
-    unroll = 1 if keep_states else 2
+    # four chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products of
+    # different chunks at once, each of which it runs on one core; more would outgrow the caches
+    unroll = 1 if keep_states else 4
     states, (pieces, starts) = lax.scan(visit, _slots(call, inputs), where, reverse=call.reverse, unroll=unroll)
     output = xla_layout.put_together(call, where, cu_seqlens, pieces)
     return (output, states.reshape(call.sequences, *states.shape[2:])), starts

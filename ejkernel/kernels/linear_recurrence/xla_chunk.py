@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.kernels.linear_recurrence.xla_blocks import all_decays, halves, in_first, in_second
 
@@ -54,7 +55,11 @@ def forward(chunk: Chunk, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, 
     """Unscaled output `[B, H, C, V]` and the state at the chunk's end, from the state `[B, H, K, V]` at its start."""
     q, k, v = chunk[:3]
     scores, since, until, _ = _scores(chunk, einsum)
-    output = einsum("...tk,...kv->...tv", q * since, state) + einsum("...ts,...sv->...tv", scores, v)
+    if since.shape[-1] == 1:  # weighs what is read, which costs a pass less than weighing the queries
+        read = einsum("...tk,...kv->...tv", q, state) * since
+    else:
+        read = einsum("...tk,...kv->...tv", q * since, state)
+    output = read + einsum("...ts,...sv->...tv", scores, v)
     return output, since[..., -1, :, None] * state + einsum("...tk,...tv->...kv", k * until, v)
 
 
@@ -108,18 +113,31 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
         pairs = jnp.asarray(causal)
         since = until = jnp.ones((1, 1, q.shape[-2], 1), q.dtype)
     else:
-        # exp is exactly 0 here already; -inf itself would make 0 · inf in the sums below
-        gates = jnp.maximum(chunk.log_decay, -200.0 if q.dtype == jnp.float32 else -1600.0)
-        # each entry sums its own run of gates: a difference of running sums would lose what follows a huge gate
-        runs = einsum("tu,...us->...ts", causal, jnp.where(earlier, gates, 0))
-        pairs = jnp.where(causal > 0, jnp.exp(runs), 0)
-        since, until = jnp.exp(einsum("tu,...ud->...td", causal, gates)), pairs[..., -1, :, None]
+        pairs, since, until = _decays_by_head(chunk.log_decay)
 
     def pair_gradients(do: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_products = jnp.where(earlier, einsum("...tv,...sv->...ts", do, v) * pairs, 0)
         return einsum("...ts,...sk->...tk", d_products, k), einsum("...ts,...tk->...sk", d_products, q)
 
     return _Scores(products * pairs, since, until, pair_gradients)
+
+
+def _decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Decays between all pairs of tokens `[B, H, C, C]`, since the chunk's start and until its end, `[B, H, C, 1]`.
+
+    A difference of running sums would lose what follows a huge gate. So gates are split in multiples of 1/256, whose
+    sums are exact, and rests below that, whose sums are tiny; the two differences are added last.
+    """
+    C = log_decay.shape[-2]
+    causal = np.tril(np.ones((C, C), log_decay.dtype))
+    # exp is exactly 0 there already, and sums of infinities would be NaN
+    gates = jnp.maximum(log_decay, -200.0 if log_decay.dtype == jnp.float32 else -1600.0)
+    coarse = jnp.round(gates * 256) / 256
+    parts = jnp.concatenate([coarse, gates - coarse], -1)
+    sums = jnp.einsum("tu,...ud->...td", causal, parts, precision=lax.Precision.HIGHEST)
+    runs = sums[..., :, None, :] - sums[..., None, :, :]
+    pairs = jnp.exp(jnp.where(causal > 0, runs[..., 0] + runs[..., 1], -jnp.inf))
+    return pairs, jnp.exp(sums.sum(-1, keepdims=True)), pairs[..., -1, :, None]
 
 
 def _scores_by_key(chunk: Chunk, log_decay: jax.Array, einsum: Einsum) -> _Scores:
