@@ -151,13 +151,16 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from ejkernel import flash_attention
-    >>> x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.float32)
-    >>> print(explain(flash_attention, x, x, x))
-    everywhere: xla
-    not cudnn: ...
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel import flash_attention
+        >>> x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.float32)
+        >>> print(explain(flash_attention, x, x, x))
+        everywhere: xla
+        not cudnn: ...
     """
+    if not callable(op):
+        raise TypeError(f"op: got {type(op).__name__}; expected one of this library's ops")
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 

@@ -82,15 +82,23 @@ def attention(
         The output `[B, S, H, Dv]` and the weights `[B, H, S, L]` after dropout. Matmuls are summed in float32, or
         float64 for float64 input.
 
-    >>> import jax
-    >>> from ejkernel import attention
-    >>> query = jax.random.normal(jax.random.key(0), (1, 3, 4, 8))
-    >>> key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 2, 8))
-    >>> output, weights = attention(query, key, value, causal=True, dtype=None)
-    >>> output.shape, weights.shape
-    ((1, 3, 4, 8), (1, 4, 3, 3))
-    >>> print(weights.sum(-1)[0, 0], weights[0, 0, 0])
-    [1. 1. 1.] [1. 0. 0.]
+    Raises:
+        ValueError: Shapes that do not fit together, `dropout_prob` outside `[0, 1)`, a window bound below 0, or dropout
+            without `dropout_rng`.
+        TypeError: A dtype that does not fit, or a traced value where a number or flag known when tracing is needed.
+        NotImplementedError: A bias with a number of heads other than 1, `Hkv` or `H`.
+        PlatformError: `platform` names no implementation of this op.
+
+    Examples:
+        >>> import jax
+        >>> from ejkernel import attention
+        >>> query = jax.random.normal(jax.random.key(0), (1, 3, 4, 8))
+        >>> key, value = jax.random.normal(jax.random.key(1), (2, 1, 3, 2, 8))
+        >>> output, weights = attention(query, key, value, causal=True, dtype=None)
+        >>> output.shape, weights.shape
+        ((1, 3, 4, 8), (1, 4, 3, 3))
+        >>> print(weights.sum(-1)[0, 0], weights[0, 0, 0])
+        [1. 1. 1.] [1. 0. 0.]
     """
     call, arrays = _bind(
         (query, key, value),
@@ -167,14 +175,22 @@ def flash_attention(
         `log(Σ_keys exp(scores) + Σ_sinks exp(softmax_aux))`, `[B, S, H]` in float32 (float64 for float64 input), which
         is differentiable and `-inf` where there is nothing to sum.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from ejkernel import flash_attention
-    >>> query = jax.random.normal(jax.random.key(0), (9, 4, 8))
-    >>> key, value = jax.random.normal(jax.random.key(1), (2, 9, 2, 8))
-    >>> packed = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=jnp.array([0, 3, 9]))
-    >>> alone = flash_attention(query[None, 3:], key[None, 3:], value[None, 3:], causal=True, dtype=None)
-    >>> packed.shape, bool(jnp.allclose(packed[3:], alone[0], atol=1e-6))
-    ((9, 4, 8), True)
+    Raises:
+        ValueError: As in `attention`, or a `cu_seqlens` or `cu_seqlens_kv` that does not start at 0, decreases or ends
+            past its tokens, if its values are known when tracing.
+        TypeError: As in `attention`.
+        NotImplementedError: As in `attention`.
+        PlatformError: The implementation that `platform` names cannot serve the call.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel import flash_attention
+        >>> query = jax.random.normal(jax.random.key(0), (9, 4, 8))
+        >>> key, value = jax.random.normal(jax.random.key(1), (2, 9, 2, 8))
+        >>> packed = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=jnp.array([0, 3, 9]))
+        >>> alone = flash_attention(query[None, 3:], key[None, 3:], value[None, 3:], causal=True, dtype=None)
+        >>> packed.shape, bool(jnp.allclose(packed[3:], alone[0], atol=1e-6))
+        ((9, 4, 8), True)
     """
     borders, borders_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv)
     unbatched = borders is not None and query.ndim == 3

@@ -57,6 +57,12 @@ def recurrent(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
+    Raises:
+        ValueError: Ranks or sizes that do not fit together; a packed batch other than 1; a `cu_seqlens` that does not
+            start at 0, decreases or ends past `T`, if its values are known when tracing.
+        TypeError: An array that is not of a floating dtype, or a `reverse` that is not known when tracing.
+        PlatformError: The implementation that `platform` names cannot serve the call.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
@@ -74,11 +80,12 @@ def recurrent(
     arrays = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
     B, T, H, K = arrays.query.shape
     N = arrays.sequences
-    scale = K**-0.5 if softmax_scale is None else softmax_scale
+    # without key dims the output is 0 whatever the scale
+    scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
     query, dtype = arrays.query, arrays.query.dtype
-    if not isinstance(scale, int | float | np.number):
-        # a scale that is an array, perhaps traced: the output is linear in the query too
-        query, scale = query.astype(arrays.state_dtype) * scale, 1.0
+    if isinstance(scale, jax.Array):
+        # perhaps traced: the output is linear in the query too
+        query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
     decay, log_decay = _log_decay(arrays)
     value_log_decay = arrays.gv
     if value_log_decay is not None:
@@ -97,7 +104,7 @@ def recurrent(
         packed=arrays.cu_seqlens is not None,
         decay=decay,
         value_decay=value_log_decay is not None,
-        scale=float(scale),
+        scale=scale,
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(dtype),
     )
@@ -144,7 +151,7 @@ def recurrent_gla(
 
         S_t = exp(g_t + g_gamma)[:, None] * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    Arguments and results are those of `recurrent`.
+    Arguments, results and errors are those of `recurrent`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -183,7 +190,8 @@ def simple_gla(
 
         S_t = exp(g_t) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays); the rest is as in `recurrent`.
+    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays); any other shape is a `ValueError`. The rest is as in
+    `recurrent`, errors too.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -220,7 +228,7 @@ def retention(
 
         S_t = (1 - 2**(-5 - h)) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t        for head h = 0 … H-1
 
-    Arguments and results are those of `recurrent`.
+    Arguments, results and errors are those of `recurrent`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -265,7 +273,8 @@ def lightning_attn(
         S_t = exp(-(8 / H) * (1 - layer_idx / num_layers) * h) * S_{t-1} + k_t v_tᵀ        for head h = 0 … H-1
         o_t = softmax_scale * S_tᵀ q_t
 
-    `layer_idx` may be traced, as in a scan over layers. The rest is as in `recurrent`.
+    `layer_idx` may be traced, as in a scan over layers; `num_layers` below 1 is a `ValueError`. The rest is as in
+    `recurrent`, errors too.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -290,7 +299,7 @@ def lightning_attn(
 def lightning_decay(query: jax.Array, layer_idx: ArrayLike, num_layers: int) -> jax.Array:
     """`g_gamma` of `lightning_attn`, `[H]`."""
     heads = _checks.heads(query)
-    depth = 1 - jnp.asarray(layer_idx) / _checks.positive_int("num_layers", num_layers)
+    depth = 1 - _checks.layer_number(layer_idx) / _checks.positive_int("num_layers", num_layers)
     return -(8 / max(heads, 1)) * depth * jnp.arange(heads)
 
 
@@ -309,7 +318,7 @@ def linear_attention(
 
         S_t = S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    Arguments and results are those of `recurrent`.
+    Arguments, results and errors are those of `recurrent`.
 
     Examples:
         >>> import jax.numpy as jnp

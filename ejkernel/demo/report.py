@@ -11,14 +11,20 @@ from ejkernel.demo.training import Score, Settings
 
 STYLE = """
 :root { color-scheme: light }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-svg { width: 100%; height: auto; border: 1px solid #ddd }
-table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
-.prompt { color: #777 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #222; background: #fff }
+h1 { font-size: 1.6rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+svg { display: block; width: 100%; max-width: 36rem; height: auto; box-sizing: border-box; margin: 1rem 0 }
+svg { border: 1px solid #ddd; border-radius: 4px }
+table { border-collapse: collapse } td { padding: .25rem 1.5rem .25rem 0; vertical-align: top }
+td + td { white-space: nowrap; padding-right: 0; text-align: right; font-variant-numeric: tabular-nums }
+tr + tr { border-top: 1px solid #eee }
+pre { background: #f6f6f6; padding: 1rem; overflow: auto; max-height: 24rem }
+.prompt { color: #767676 }
+@media (max-width: 36rem) { h1 { font-size: 1.35rem } }
 """
 POINTS = 120  # a loss curve has no use for more
+SIZE = (480, 320)  # small enough that a phone need not shrink its words out of sight
 
 
 def page(
@@ -60,7 +66,7 @@ is known, and no model can get below it.</p>
 <p>Generated one at a time. Linear attention carries a state of fixed size; softmax attention in a model of the same
 size reads a cache that grows with the context.</p>
 {_cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
-{_cost_plot("Memory carried", "kilobytes", linear, softmax, lambda cost: cost.state_bytes / 1e3)}
+{_cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
 <h2>A sample</h2>
 <p>The grey part was given.</p>
 <pre>{text}</pre>
@@ -78,7 +84,7 @@ def _loss_plot(history: Sequence[tuple[float, float]], score: Score) -> str:
         "byte frequencies": [(x, score.unigram) for x in ends],
         "floor": [(x, score.floor) for x in ends],
     }
-    return drawing.plot("Training loss", "step", "bits per byte", curves, log_y=True, dots=False)
+    return drawing.plot("Training loss", "step", "bits per byte", curves, log_y=True, dots=False, size=SIZE)
 
 
 def _recall_plot(score: Score) -> str:
@@ -86,7 +92,8 @@ def _recall_plot(score: Score) -> str:
         "recall": [(round(distance), recall) for distance, recall, _ in score.by_distance],
         "chance": [(round(distance), chance) for distance, _, chance in score.by_distance],
     }
-    return drawing.plot("Recall", "bytes since the place was last named", "share of answers", curves, log_x=True)
+    across, up = "bytes since the place was last named", "share of answers"
+    return drawing.plot("Recall", across, up, curves, log_x=True, size=SIZE)
 
 
 def _cost_plot(
@@ -96,7 +103,7 @@ def _cost_plot(
         "gated linear attention": [(each.context, cost(each)) for each in linear],
         "softmax attention": [(each.context, cost(each)) for each in softmax],
     }
-    return drawing.log_log(title, "bytes of context", unit, curves)
+    return drawing.plot(title, "bytes of context", unit, curves, log_x=True, log_y=True, size=SIZE)
 
 
 def _readable(text: bytes) -> str:

@@ -104,9 +104,10 @@ def flash_attention(
 def to_balanced(x: Array, devices: int, axis: int = 1) -> Array:
     """Tokens of `x` along `axis`, in the order that `layout="balanced"` wants: each device an early and a late slice.
 
-    >>> import jax.numpy as jnp
-    >>> print(to_balanced(jnp.arange(8), devices=2, axis=0))
-    [0 1 6 7 2 3 4 5]
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> print(to_balanced(jnp.arange(8), devices=2, axis=0))
+        [0 1 6 7 2 3 4 5]
     """
     return _reordered(x, _balanced(devices), axis)
 
@@ -114,9 +115,10 @@ def to_balanced(x: Array, devices: int, axis: int = 1) -> Array:
 def from_balanced(x: Array, devices: int, axis: int = 1) -> Array:
     """The inverse of `to_balanced`.
 
-    >>> import jax.numpy as jnp
-    >>> print(from_balanced(jnp.array([0, 1, 6, 7, 2, 3, 4, 5]), devices=2, axis=0))
-    [0 1 2 3 4 5 6 7]
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> print(from_balanced(jnp.array([0, 1, 6, 7, 2, 3, 4, 5]), devices=2, axis=0))
+        [0 1 2 3 4 5 6 7]
     """
     return _reordered(x, np.argsort(_balanced(devices)), axis)
 
@@ -128,7 +130,7 @@ def _balanced(devices: int) -> np.ndarray:
 
 def _reordered(x: Array, order: np.ndarray, axis: int) -> Array:
     x = _checks.array("x", x)
-    axis = axis % x.ndim
+    axis = _checks.axis(axis, x.ndim)
     tokens = _checks.even_slices("x", x.shape[axis], 2, len(order) // 2)
     x = x.reshape(*x.shape[:axis], len(order), tokens, *x.shape[axis + 1 :])
     x = jnp.take(x, order, axis)

@@ -1,0 +1,148 @@
+"""Fills in what pages take from the code: which implementation serves which call.
+
+A page asks for a table by `<!-- support: OP -->`. Each row is what `ejkernel.explain`
+says of a call, less what only depends on the machine that builds the pages.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import ejkernel
+from ejkernel.kernels import _launch
+from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION, cudnn
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+
+MARKER = re.compile(r"^<!-- support: (\w+) -->$", re.MULTILINE)
+B, T, H, D = 1, 1024, 8, 128
+
+Row = tuple[str, list[Any], dict[str, Any]]
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return _array(*shape, dtype=jnp.float32)
+
+
+def _qkv(
+    *, T: int = T, Hkv: int = H, K: int = D, V: int = 0, dtype: Any = None
+) -> list[Any]:
+    shapes = (B, T, H, K), (B, T, Hkv, K), (B, T, Hkv, V or K)
+    return [_array(*shape, dtype=dtype or jnp.bfloat16) for shape in shapes]
+
+
+def _call(what: str, arrays: list[Any] | None = None, **options: Any) -> Row:
+    return what, arrays or _qkv(), options
+
+
+BORDERS = _array(4, dtype=jnp.int32)
+
+
+def _recurrence(gate: tuple[int, ...] | None = None, **options: Any) -> Iterator[Row]:
+    """Calls that the linear family shares; `gate` is the shape of `g` after heads."""
+    one_token = dict(options)
+    if gate is not None:
+        options["g"], one_token["g"] = (
+            _float32(B, T, H, *gate),
+            _float32(B, 1, H, *gate),
+        )
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        yield _call(jnp.dtype(dtype).name, _qkv(dtype=dtype), **options)
+    yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS, **options)
+    yield _call("`reverse`", reverse=True, **options)
+    yield _call("`initial_state`", initial_state=_float32(H, D, D), **options)
+    yield _call("grouped heads", _qkv(Hkv=2), **options)
+    yield _call("`K ≠ V`", _qkv(V=64), **options)
+    yield _call("`V` above 256", _qkv(V=512), **options)
+    yield _call("one token (decoding)", _qkv(T=1), **one_token)
+
+
+def _recurrent() -> Iterator[Row]:
+    per_key = _float32(B, T, H, D)
+    yield _call("no gates")
+    yield _call("`g_gamma`", g_gamma=_float32(H))
+    yield _call("`g` per head: `[B, T, H, 1]`", g=_float32(B, T, H, 1))
+    yield _call("`g`, `gk` per key dim", g=per_key, gk=per_key)
+    yield _call("`gv`", gv=per_key)
+    yield from _recurrence((D,))
+
+
+def _flash_attention() -> Iterator[Row]:
+    dropout = {"deterministic": False, "dropout_prob": 0.1}
+    yield _call("bfloat16")
+    yield _call("float16", _qkv(dtype=jnp.float16))
+    yield _call("float32", _qkv(dtype=jnp.float32))
+    yield _call("half precision arrays, `dtype=float32`", dtype=jnp.float32)
+    yield _call("`causal`", causal=True)
+    yield _call("`causal` and `sliding_window`", causal=True, sliding_window=256)
+    yield _call("`sliding_window` alone", sliding_window=256)
+    yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS)
+    yield _call("grouped heads", _qkv(Hkv=2))
+    yield _call("`D` above 128", _qkv(K=192))
+    yield _call("`D ≠ Dv`", _qkv(V=64))
+    yield _call("an odd length", _qkv(T=1023))
+    yield _call("`causal`, fewer queries", _qkv(T=2)[:1] + _qkv()[1:], causal=True)
+    for shape, size in {"B, 1, S, L": (B, 1, T, T), "B, 1, 1, L": (B, 1, 1, T)}.items():
+        mask = _array(*size, dtype=bool)
+        yield _call(f"`attention_mask [{shape}]`", attention_mask=mask)
+    for shape, size in {"1, H, S, L": (1, H, T, T), "1, 1, S, L": (1, 1, T, T)}.items():
+        yield _call(f"`bias [{shape}]`", bias=_array(*size))
+    yield _call("`softmax_aux`", softmax_aux=_array(H, 1))
+    yield _call("`logits_soft_cap`", logits_soft_cap=30.0)
+    yield _call("`query_offset`", query_offset=3)
+    yield _call("`return_lse`", return_lse=True)
+    yield _call("dropout", dropout_rng=jax.random.key(0), **dropout)
+
+
+CALLS = {
+    "recurrent": (IMPLEMENTATIONS, _recurrent),
+    "recurrent_gla": (IMPLEMENTATIONS, partial(_recurrence, (D,))),
+    "simple_gla": (IMPLEMENTATIONS, partial(_recurrence, ())),
+    "retention": (IMPLEMENTATIONS, _recurrence),
+    "lightning_attn": (
+        IMPLEMENTATIONS,
+        partial(_recurrence, layer_idx=0, num_layers=12),
+    ),
+    "linear_attention": (IMPLEMENTATIONS, _recurrence),
+    "attention": (ATTENTION, lambda: iter([_call("every call")])),
+    "flash_attention": (FLASH_ATTENTION, _flash_attention),
+}
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    """As on an NVIDIA GPU below compute capability 9.0, with all that it needs."""
+    with (
+        mock.patch.object(_launch, "unavailable", lambda: None),
+        mock.patch.object(cudnn, "_installed", lambda: None),
+        mock.patch.object(cudnn, "_hopper", lambda: False),
+        jax.enable_x64(True),
+    ):
+        yield
+
+
+def support_table(op: str) -> str:
+    """Which implementations of an op serve which calls, fastest first, in Markdown."""
+    implementations, rows = CALLS[op]
+    names = [each.name for each in implementations]
+    table = [["call", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
+    with _installed():
+        for what, arrays, options in rows():
+            explanation = ejkernel.explain(getattr(ejkernel, op), *arrays, **options)
+            reasons = [explanation.refused.get(name) for name in names]
+            table.append([what, *(f"no: {why}" if why else "yes" for why in reasons)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What MkDocs makes a page of, given the text that the page's file holds."""
+    return MARKER.sub(lambda found: support_table(found[1]), markdown)
