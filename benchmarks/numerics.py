@@ -1,0 +1,223 @@
+"""`make numerics`: errors of values and gradients against float64, written into the tables of `docs/numerics.md`."""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ejkernel
+from benchmarks.linear_recurrence import token_scan
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "numerics.md"
+START, END = "<!-- tables -->", "<!-- /tables -->"
+
+# the oracle is not part of the package: it must not share a line with what it judges
+sys.path.insert(0, str(ROOT / "tests"))
+import oracle  # noqa: E402
+from linear_attention_cases import GATES  # noqa: E402
+
+TOKENS, HEADS, DIM = 400, 2, 32
+REGIMES = {
+    "tiny": "down to -1e-4",
+    "ordinary": "around -1",
+    "strong": "down to -30",
+    "resets": "a tenth -inf",
+    "mixed": "0 to -1e4, and -inf",
+    "positive": "up to 0.05",
+}
+DTYPES = (np.float32, jnp.bfloat16, np.float16)
+# what is drawn for a gate of each op, and under which name it goes in; other ops draw none
+LINEAR = {
+    "recurrent_gla": ("g", (1, TOKENS, HEADS, DIM)),
+    "simple_gla": ("g", (1, TOKENS, HEADS)),
+    "recurrent, value gates": ("gv", (1, TOKENS, HEADS, DIM)),
+    "retention": ("g_gamma", (HEADS,)),
+}
+
+Arrays = dict[str, Any]
+
+
+def linear_inputs(gate: str, shape: tuple[int, ...], regime: str, dtype: Any) -> Arrays:
+    """Query, key and value in `dtype`; gates in float32, as models keep them."""
+    random = np.random.default_rng(0)
+    found = {name: random.normal(size=(1, TOKENS, HEADS, DIM)).astype(dtype) for name in ("query", "key", "value")}
+    drawn = GATES[regime](random, shape)
+    return found | {gate: (drawn / 16 if gate == "g_gamma" else drawn).astype(np.float32)}
+
+
+def as_recurrent(gate: str, inputs: Arrays) -> Arrays:
+    """The same call in `recurrent`'s words: one gate a head is a gate of one dim."""
+    return {name: x[..., None] if name == gate == "g" and x.ndim == 3 else x for name, x in inputs.items()}
+
+
+def scan(gate: str, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
+    """What everybody writes first, in float32 throughout; it has no value gates."""
+    call = {name: jnp.asarray(x, jnp.float32) for name, x in as_recurrent(gate, inputs).items()}
+    if gate == "g_gamma":
+        call["g"] = jnp.broadcast_to(call.pop("g_gamma")[:, None], (1, TOKENS, HEADS, 1))
+    output, state = token_scan(**call)
+    return output.astype(inputs["query"].dtype), state
+
+
+def linear_errors(op: str, regime: str, dtype: Any) -> dict[str, dict[str, float]]:
+    """Of ours and, where there is one, of a float32 scan: each result's largest error over its largest number."""
+    gate, shape = LINEAR[op]
+    inputs = linear_inputs(gate, shape, regime, dtype)
+    random = np.random.default_rng(1)
+    d_output = random.normal(size=(1, TOKENS, HEADS, DIM)).astype(dtype)
+    d_state = random.normal(size=(1, HEADS, DIM, DIM)).astype(np.float32)
+    output, state, grads = oracle.recurrent(**as_recurrent(gate, inputs), d_output=d_output, d_final_state=d_state)
+    truth = {"output": output, "state": state}
+    truth |= {name: grads[name].reshape(x.shape) for name, x in inputs.items()}
+    errors = {}
+    for who in ("ours",) if gate == "gv" else ("ours", "scan"):
+        found = results(who, gate)(inputs, d_output, d_state)
+        # a gate's gradient is judged 64 tokens at a time, by their own largest number: strong gates make small ones
+        errors[who] = {name: error(x, truth[name], pieces=name == gate and x.ndim > 1) for name, x in found.items()}
+    return errors
+
+
+@functools.cache
+def results(who: str, gate: str) -> Callable[..., Arrays]:
+    """Output, state and the gradients, under the names of the arguments."""
+
+    def ours(x: Arrays) -> tuple[jax.Array, jax.Array]:
+        return ejkernel.recurrent(**as_recurrent(gate, x))
+
+    @jax.jit
+    def found(inputs: Arrays, d_output: jax.Array, d_state: jax.Array) -> Arrays:
+        (output, state), pull = jax.vjp(ours if who == "ours" else functools.partial(scan, gate), inputs)
+        return {"output": output, "state": state} | pull((d_output, d_state))[0]
+
+    return found
+
+
+def error(x: Any, truth: np.ndarray, pieces: bool = False) -> float:
+    """The largest error over the largest number; with `pieces` the worst of that over pieces of 64 tokens.
+
+    Infinite where the truth is beyond the dtype's range.
+    """
+    if np.abs(truth).max() > jnp.finfo(x.dtype).max:
+        return np.inf
+    x = np.asarray(x, np.float64)
+    starts = range(0, truth.shape[1], 64) if pieces else ()
+    parts = [(x[:, start : start + 64], truth[:, start : start + 64]) for start in starts] or [(x, truth)]
+    # below 1e-30 float32 runs out of digits, and an error is as good as none
+    return float(max(np.abs(part - true).max() / max(np.abs(true).max(), 1e-30) for part, true in parts))
+
+
+def softmax_inputs(dtype: Any, spread: float) -> Arrays:
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 1, 200, HEADS, DIM))
+    return {"query": (spread * query).astype(dtype), "key": key.astype(dtype), "value": value.astype(dtype)}
+
+
+def softmax_truth(inputs: Arrays, d_output: np.ndarray, causal: bool) -> dict[str, np.ndarray]:
+    """Softmax attention and its gradients in float64, all pairs at once."""
+    q, k, v, do = (np.moveaxis(np.asarray(x, np.float64)[0], 1, 0) for x in (*inputs.values(), d_output))
+    scale = DIM**-0.5
+    logits = scale * q @ k.swapaxes(1, 2)
+    if causal:
+        logits = np.where(np.tril(np.ones(logits.shape[1:])) > 0, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = do @ v.swapaxes(1, 2)
+    d_logits = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    found = {
+        "output": weights @ v,
+        "d query": d_logits @ k,
+        "d key": d_logits.swapaxes(1, 2) @ q,
+        "d value": weights.swapaxes(1, 2) @ do,
+    }
+    return {name: np.moveaxis(x, 0, 1)[None] for name, x in found.items()}
+
+
+def softmax_errors(dtype: Any, causal: bool, spread: float) -> dict[str, dict[str, float]]:
+    """Of both ops, and of `jax.nn.dot_product_attention` as the peer."""
+    inputs = softmax_inputs(dtype, spread)
+    d_output = np.random.default_rng(1).normal(size=inputs["query"].shape).astype(dtype)
+    truth = softmax_truth(inputs, d_output, causal)
+    functions: dict[str, Callable[..., jax.Array]] = {
+        "flash_attention": lambda query, key, value: ejkernel.flash_attention(
+            query, key, value, causal=causal, dtype=None
+        ),
+        "attention": lambda query, key, value: ejkernel.attention(query, key, value, causal=causal, dtype=None)[0],
+        "jax.nn": lambda query, key, value: jax.nn.dot_product_attention(query, key, value, is_causal=causal),
+    }
+    found = {}
+    for name, function in functions.items():
+        output, pull = jax.vjp(function, *map(jnp.asarray, inputs.values()))
+        results = dict(
+            zip(("output", "d query", "d key", "d value"), (output, *pull(jnp.asarray(d_output))), strict=True)
+        )
+        found[name] = {which: error(x, truth[which]) for which, x in results.items()}
+    return found
+
+
+def linear_table(op: str) -> str:
+    columns = {name: name for name in ("output", "state")}
+    columns |= {f"d {name}": name for name in ("query", "key", "value")} | {"d gate": LINEAR[op][0]}
+    rows = [
+        ([f"{regime}: {REGIMES[regime]}", np.dtype(dtype).name], linear_errors(op, regime, dtype))
+        for regime, dtype in itertools.product(REGIMES, DTYPES)
+    ]
+    return _table(["gates", "dtype"], columns, rows)
+
+
+def softmax_table() -> str:
+    columns = {name: name for name in ("output", "d query", "d key", "d value")}
+    kinds = (("ordinary", False, 1.0), ("ordinary, causal", True, 1.0), ("up to 100, causal", True, 30.0))
+    rows = [
+        ([about, np.dtype(dtype).name], softmax_errors(dtype, causal, spread))
+        for (about, causal, spread), dtype in itertools.product(kinds, DTYPES)
+    ]
+    return _table(["logits", "dtype"], columns, rows)
+
+
+def _table(about: list[str], columns: dict[str, str], rows: list[tuple[list[str], dict[str, dict[str, float]]]]) -> str:
+    """A line for each that was measured in each row; what a row is about stands in its first line only."""
+    lines = [[*about, "", *columns], ["---"] * (len(about) + 1 + len(columns))]
+    for words, measured in rows:
+        for number, (who, errors) in enumerate(measured.items()):
+            lines.append(
+                [*([""] * len(words) if number else words), who, *(_cell(errors[x]) for x in columns.values())]
+            )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(x: float) -> str:
+    return "range" if np.isinf(x) else f"{x:.0e}"
+
+
+def tables() -> str:
+    about = (
+        f"JAX {jax.__version__} on {jax.devices()[0].device_kind}; {TOKENS} tokens, {HEADS} heads of {DIM} dims.\n"
+        "Each number is a result's largest error over its largest number; a gate's gradient is judged 64 tokens at a\n"
+        "time. *scan*: a `lax.scan` over tokens and its autodiff, in float32 whatever the dtype of the inputs.\n"
+        "*range*: the exact result is beyond the dtype's largest number."
+    )
+    parts = [about]
+    for op in LINEAR:
+        parts.append(f"### {op}\n\n{linear_table(op)}")
+    parts.append(f"### Softmax attention\n\n{softmax_table()}")
+    return "\n\n".join(parts)
+
+
+def put_in(page: str, text: str) -> str:
+    """The page with what stands between its two marks replaced."""
+    if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
+        raise ValueError(f"page: expected {START} and {END} once each, in this order")
+    before, rest = page.split(START)
+    return f"{before}{START}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(put_in(PAGE.read_text(), tables()))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
