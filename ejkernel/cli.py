@@ -1,7 +1,9 @@
-"""The `ejkernel` command: `info` and `demo`."""
+"""The `ejkernel` command: `info`, `bench` and `demo`."""
 
 import argparse
+import contextlib
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,8 @@ from typing import Any
 
 EXAMPLES = """examples:
   ejkernel info              what is installed, and what will run where
+  ejkernel bench --quick     time the ops against their peers, for a minute or two
+  ejkernel bench --help      what else it can be asked
   ejkernel demo              train a small language model and write demo/report.html
   ejkernel demo --resume     go on after Ctrl-C
 """
@@ -16,7 +20,23 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "rich", "triton", "jax-triton")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 if it cannot run here, 2 for wrong use, 130 after Ctrl-C."""
+    """Runs a command and returns its exit code.
+
+    0, 1 if it cannot run here, 2 for wrong use, 130 after Ctrl-C, 141 if whoever read its output has gone.
+    """
+    try:
+        code = _run(arguments)
+        # here rather than when Python ends, which could only complain
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # what is still in the buffer has nowhere to go
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="ejkernel",
         description="Attention kernels for JAX.",
@@ -27,13 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="versions, devices, and which implementation serves each op")
     info.set_defaults(run=_info)
-    # its options are the demo's own, which cannot be asked for them before it is known to be installed
+    # these have options of their own; the demo's cannot even be asked for before it is known to be installed
+    bench = commands.add_parser("bench", help="time the ops against their peers on this machine", add_help=False)
+    bench.set_defaults(run=_bench)
     demo = commands.add_parser("demo", help="train a small language model on this machine", add_help=False)
     demo.set_defaults(run=_demo)
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "demo":
+    if rest and options.command == "info":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options.run(rest)
+
+
+def _bench(rest: list[str]) -> int:
+    from ejkernel.bench.command import main as run
+
+    return run(rest, prog="ejkernel bench")
 
 
 def _demo(rest: list[str]) -> int:
@@ -58,8 +86,9 @@ def _report() -> Iterator[str]:
     yield "devices"
     try:
         yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
-    except RuntimeError as error:
-        yield f"  none that JAX can use: {error}"
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
+        yield f"  none that JAX can use: {str(error) or 'see JAX_PLATFORMS'}"
+        return
     yield "implementations, for a call of ordinary size"
     for name, op, arguments in _calls():
         yield f"  {name}"

@@ -1,0 +1,265 @@
+"""`ejkernel bench`: its arguments, what it prints, its exit codes."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel import __version__
+from ejkernel.bench import ceilings, page, results
+from ejkernel.bench.measure import Limits, measure
+from ejkernel.bench.ops import OPS, Op, Shape
+from ejkernel.bench.peers import PEERS
+from ejkernel.bench.results import DIRECTIONS, OURS, Report, Row
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "torch", "fla-core")
+EXAMPLES = """examples:
+  %(prog)s                                    every op against the peers that are installed
+  %(prog)s --quick                            the same on short sequences, to see whether all is well
+  %(prog)s recurrent_gla flash_attention --lengths 1024 4096 --gradient
+  %(prog)s simple_gla --peer scan --json rows.json --plot page.html
+  %(prog)s --from rows.json --plot page.html  draw again what was measured before
+
+exit codes: 0; 1 if a peer asked for is missing or an op fails; 2 for wrong use or files; 130 after Ctrl-C, with what
+was measured so far written as asked.
+"""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel.bench.command") -> int:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Time the ops against their peers on this machine's device, and check them against float64.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_arguments(parser)
+    options = parser.parse_args(arguments)
+    _check_names(parser, options)
+    try:
+        for path in (options.json, options.plot):
+            if path is not None:
+                results.check_writable(path)
+        if options.saved:
+            page.write(options.plot, [results.load(path) for path in options.saved], options.saved)
+            print(f"wrote {options.plot}")
+            return 0
+        return _run(options)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except (results.ResultsError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    peers = "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS.values())
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"which, all if none: {', '.join(OPS)}")
+    which = f"which of them, or none; if not given, those that can run here ({peers})"
+    parser.add_argument("--peer", nargs="+", action="extend", metavar="NAME", help=which)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw them, as a page: .html, or .md with its pictures beside it"
+    )
+    parser.add_argument(
+        "--from", dest="saved", type=Path, nargs="+", metavar="FILE", help="draw these, measure nothing"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_positive,
+        nargs="+",
+        metavar="T",
+        help="tokens (64 to 16384 on a CPU, 256 to 65536 elsewhere)",
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, help="of query, key and value (float32 on a CPU, bfloat16 elsewhere)"
+    )
+    for name, what in (("batch", "rows"), ("heads", "heads"), ("dim", "dims of a head, keys' and values'")):
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=what)
+    only = parser.add_mutually_exclusive_group()
+    for name, direction in zip(("forward", "gradient"), DIRECTIONS, strict=True):
+        only.add_argument(
+            f"--{name}", dest="directions", action="store_const", const=[direction], help=f"{direction} only"
+        )
+    parser.add_argument("--rounds", type=_positive, metavar="N", help=f"times each is timed ({Limits.rounds})")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=Limits.call_s,
+        metavar="S",
+        help="leave out whose call would take longer, by how long it took on fewer tokens (%(default)g s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="short sequences and few rounds")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a whole number, at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number above 0")
+    return number
+
+
+def _check_names(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for what, given, known in (("op", options.ops, OPS), ("peer", options.peer or [], {**PEERS, "none": None})):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.plot is not None and options.plot.suffix not in page.SUFFIXES:
+        parser.error(f"--plot: got {options.plot}; expected a name that ends in {' or '.join(page.SUFFIXES)}")
+    if options.saved and options.plot is None:
+        parser.error("--from draws; say where with --plot")
+    if options.saved and (options.ops or options.peer or options.json):
+        parser.error("--from draws what was measured before; it takes no ops, --peer or --json")
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
+        print(f"JAX has no device to run on: {str(error) or 'see JAX_PLATFORMS'}", file=sys.stderr)
+        return 1
+    names = PEERS if options.peer is None else [name for name in options.peer if name != "none"]
+    missing = {name: reason for name in names if (reason := PEERS[name].missing())}
+    if missing and options.peer:
+        print("\n".join(f"--peer {name}: {reason}" for name, reason in missing.items()), file=sys.stderr)
+        return 1
+    peers = [PEERS[name] for name in dict.fromkeys(names) if name not in missing]
+    shapes = _shapes(options)
+    rounds = options.rounds or (3 if options.quick else Limits.rounds)
+    dtypes = dict.fromkeys(shape.dtype for shape in shapes)
+    rates = {dtype: ceilings.matmul_rate(dtype, quick=options.quick) for dtype in dtypes}
+    report = results.here(_versions(), ceilings.copy_rate(quick=options.quick), rates)
+    report.peers_missing = missing
+    print("\n".join(_header(report)), flush=True)
+    try:
+        with _status() as say:
+            for op, shape, direction in _calls(options, shapes):
+                say(f"{op.name}, {shape.tokens} tokens, {direction}")
+                serving = [peer for peer in peers if peer.serves(op)]
+                rows = measure(op, shape, direction, serving, report.rows, Limits(rounds, options.limit))
+                print("\n".join(_lines(report, rows, report.rows[-1:])), flush=True)
+                report.rows += rows
+        report.complete = True
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    finally:
+        # what was measured stays, also after Ctrl-C and when the reader of a pipe has gone
+        written = _write(options, report)
+    for path in written:
+        print(f"wrote {path}")
+    return int(any(row.who == OURS and row.failed for row in report.rows)) if report.complete else 130
+
+
+def _write(options: argparse.Namespace, report: Report) -> list[Path]:
+    """Writes what is asked for, a page only if it would hold something."""
+    written = []
+    if options.json is not None:
+        results.write(options.json, results.dumps(report))
+        written.append(options.json)
+    if options.plot is not None and report.rows:
+        page.write(options.plot, [report], [])
+        written.append(options.plot)
+    return written
+
+
+def _shapes(options: argparse.Namespace) -> list[Shape]:
+    """What is asked for, and otherwise sizes that keep the device busy without tiring whoever waits."""
+    on_cpu = jax.default_backend() == "cpu"
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384) if on_cpu else (256, 1024, 4096, 16384, 65536)
+    if options.quick:
+        lengths = (128, 512)
+    batch, heads, dim = (1, 4, 64) if on_cpu else (4, 16, 128)
+    return [
+        Shape(options.batch or batch, tokens, options.heads or heads, options.dim or dim, dtype)
+        for dtype in options.dtype or (DTYPES[0] if on_cpu else DTYPES[1],)
+        # shorter ones first: from them it is foreseen which long ones would take too long
+        for tokens in sorted(set(options.lengths or lengths))
+    ]
+
+
+def _calls(options: argparse.Namespace, shapes: Sequence[Shape]) -> Iterator[tuple[Op, Shape, str]]:
+    for name in dict.fromkeys(options.ops or OPS):
+        for shape in shapes:
+            for direction in options.directions or DIRECTIONS:
+                yield OPS[name], shape, direction
+
+
+def _versions() -> dict[str, str]:
+    found = {"ejkernel": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Says what is being measured, on a terminal that has `rich`; elsewhere the rows themselves say how far it is."""
+    try:
+        if not sys.stdout.isatty():
+            raise ImportError
+        from rich.console import Console
+    except ImportError:
+        yield lambda words: None
+        return
+    # seldom drawn anew: what is being timed should not share its cores with a spinner
+    with Console(highlight=False).status("", refresh_per_second=1) as status:
+        yield lambda words: status.update(words)
+
+
+def _header(report: Report) -> Iterator[str]:
+    yield f"{report.device} ({report.platform}); " + ", ".join(f"{each} {v}" for each, v in report.versions.items())
+    rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in report.flops_per_s.items())
+    yield f"at best: a copy {report.copy_bytes_per_s / 1e9:.3g} GB/s; a matrix product {rates}"
+    yield from (f"without {name}: {reason}" for name, reason in report.peers_missing.items())
+    yield "ratio: time over ejkernel's in the same rounds; bytes, flops: share of what the machine does at best;"
+    yield "temp MB: memory beside arguments and results; error: largest, against float64"
+
+
+def _lines(report: Report, rows: Sequence[Row], last: Sequence[Row]) -> Iterator[str]:
+    """The rows as text, under a heading where op or sizes are not those of the `last` one."""
+    first = rows[0]
+    if not last or (last[0].op, last[0].sizes, last[0].dtype) != (first.op, first.sizes, first.dtype):
+        yield f"\n{first.op}  {first.sizes} {first.dtype}"
+        yield (
+            f"{'tokens':>8}  {'':<16} {'':<16} {'ms':>9} {'spread':>8} {'ratio':>7} {'bytes':>6} {'flops':>6}"
+            f" {'temp MB':>8} {'error':>8} {'compile s':>9}"
+        )
+    for row in rows:
+        who = f"{row.who} {row.implementation}".strip()
+        start = f"{row.tokens:>8}  {row.direction:<16} {who:<16}"
+        if row.median_ms is None or row.spread_ms is None:
+            yield f"{start} {'failed' if row.failed else 'not run'}: {row.failed or row.left_out}"
+            continue
+        moved, computed = report.shares(row)
+        temporary = None if row.temporary_bytes is None else row.temporary_bytes / 1e6
+        yield (
+            f"{start} {row.median_ms:>9.3f} {row.spread_ms:>8.3f} {_or_dash(row.ratio, '.2f'):>7}"
+            f" {_or_dash(moved, '.0%'):>6} {_or_dash(computed, '.0%'):>6} {_or_dash(temporary, '.1f'):>8}"
+            f" {_or_dash(row.error, '.1e'):>8} {_or_dash(row.compile_s, '.2f'):>9}"
+        )
+
+
+def _or_dash(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A page in blocks, as Markdown or as HTML."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
+h2 { margin-top: 3rem } svg { max-width: 100%; height: auto }
+div.table { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #8884; white-space: nowrap }
+"""
+
+
+@dataclass(frozen=True)
+class Heading:
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Words, of which those in backticks are code."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture; `name` is its file's, `alt` says in words what it shows."""
+
+    name: str
+    alt: str
+    svg: str
+
+
+Block = Heading | Paragraph | Table | Points | Figure
+
+
+def as_markdown(blocks: Sequence[Block], folder: str) -> str:
+    """Pictures are files in `folder`; those that follow each other share a line where there is room."""
+    parts: list[str] = []
+    after_figure = False
+    for block in blocks:
+        match block:
+            case Heading(level, text):
+                part = f"{'#' * level} {text}"
+            case Paragraph(text):
+                part = text
+            case Table(head, rows):
+                lines = [head, ["---"] * len(head), *rows]
+                part = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+            case Points(texts):
+                part = "\n".join(f"- {line}" for line in texts)
+            case Figure(name, alt, _):
+                part = f"![{alt}]({folder}/{name}.svg)"
+        separator = "\n" if after_figure and isinstance(block, Figure) else "\n\n"
+        parts.append(f"{separator}{part}")
+        after_figure = isinstance(block, Figure)
+    return "".join(parts).lstrip() + "\n"
+
+
+def as_html(blocks: Sequence[Block]) -> str:
+    """One file, with its pictures inside."""
+    parts = []
+    for block in blocks:
+        match block:
+            case Heading(level, text):
+                parts.append(f"<h{level}>{_inline(text)}</h{level}>")
+            case Paragraph(text):
+                parts.append(f"<p>{_inline(text)}</p>")
+            case Table(head, rows):
+                cells = ["".join(f"<th>{_inline(cell)}</th>" for cell in head)]
+                cells += ["".join(f"<td>{_inline(cell)}</td>" for cell in row) for row in rows]
+                body = "\n".join(f"<tr>{line}</tr>" for line in cells)
+                parts.append(f'<div class="table"><table>{body}</table></div>')
+            case Points(texts):
+                parts.append("<ul>" + "".join(f"<li>{_inline(line)}</li>" for line in texts) + "</ul>")
+            case Figure(_, _, svg):
+                parts.append(svg)
+    body = "\n".join(parts)
+    title = next((block.text for block in blocks if isinstance(block, Heading)), "")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def _inline(text: str) -> str:
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))

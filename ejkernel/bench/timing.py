@@ -1,0 +1,109 @@
+"""Times functions against each other in one run, so that what else the machine does falls on all of them alike."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate's times, in milliseconds, and how they compare with its group's baseline."""
+
+    group: str
+    name: str
+    median_ms: float
+    spread_ms: float  # distance between the quartiles
+    ratio: float  # the median over rounds of (this / baseline)
+    bar: float | None = None  # the ratio promised
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.bar is None else self.ratio <= self.bar
+
+
+def compare(
+    group: str,
+    candidates: Mapping[str, Callable[[], Any]],
+    *,
+    bars: Mapping[str, float] | None = None,
+    rounds: int = 21,
+) -> list[Row]:
+    """Times each of `candidates` once a round, `rounds` times over; the first of them is the baseline.
+
+    A candidate is a function without arguments that returns arrays; its first call, which compiles, is not timed.
+    `bars` holds the ratio to the baseline that a candidate promises to stay within.
+    """
+    bars = bars or {}
+    if unknown := set(bars) - set(candidates):
+        raise ValueError(f"bars: got {sorted(unknown)}; expected some of {list(candidates)}")
+    for function in candidates.values():
+        milliseconds(function)
+    clocks = {name: functools.partial(milliseconds, function) for name, function in candidates.items()}
+    times = in_rounds(clocks, rounds)
+    base = times[next(iter(candidates))]
+    return [
+        Row(group, name, statistics.median(taken), spread(taken), ratio(taken, base), bars.get(name))
+        for name, taken in times.items()
+    ]
+
+
+def in_rounds(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each clock reads, once a round, `rounds` times over."""
+    order = list(clocks)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(clocks[name]())
+        # each candidate follows another one next time, so none always inherits the same caches
+        order.append(order.pop(0))
+    return times
+
+
+def milliseconds(function: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
+    """How long a call of `function` takes until `wait` has its result."""
+    start = time.perf_counter()
+    wait(function())
+    return (time.perf_counter() - start) * 1e3
+
+
+def spread(taken: Sequence[float]) -> float:
+    """The distance between the quartiles.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([5.0])
+    (1.0, 0.0)
+    """
+    if len(taken) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(taken, n=4, method="inclusive")
+    return high - low
+
+
+def ratio(taken: Sequence[float], base: Sequence[float]) -> float:
+    """The median over rounds of one candidate's time over another's."""
+    return statistics.median(mine / its for mine, its in zip(taken, base, strict=True))
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as text, a block a group.
+
+    >>> print(table([Row("add", "g + 1", 2.0, 0.1, 1.0), Row("add", "g + g", 3.0, 0.2, 1.5, bar=1.2)]))
+    add                                     median ms   spread    ratio      bar
+      g + 1                                      2.00     0.10     1.00
+      g + g                                      3.00     0.20     1.50     1.20  MISSED
+    """
+    lines: list[str] = []
+    group = None
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            lines.append(f"{group:<38} {'median ms':>10} {'spread':>8} {'ratio':>8} {'bar':>8}")
+        line = f"  {row.name:<36} {row.median_ms:>10.2f} {row.spread_ms:>8.2f} {row.ratio:>8.2f}"
+        if row.bar is not None:
+            line += f" {row.bar:>8.2f}  {'ok' if row.met else 'MISSED'}"
+        lines.append(line)
+    return "\n".join(lines)
