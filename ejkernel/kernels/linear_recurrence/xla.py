@@ -1,6 +1,7 @@
 """The gated linear recurrence in plain JAX: chunk after chunk, with its own backward. Runs anywhere."""
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def run(call: Call, *arrays: jax.Array | None) -> Results:
     """Output and final states; see `Call` for the arrays."""
     *inputs, cu_seqlens = _varying.align(arrays)
     operands = Inputs(*inputs)
-    if call.batch * call.tokens * call.heads * call.sequences == 0:
+    if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
         return _nothing(call, operands)
     if call.tokens == 1 and not call.packed:
         return decode.step(call, *operands, precision=_precision(call))
@@ -44,7 +45,7 @@ def run(call: Call, *arrays: jax.Array | None) -> Results:
 
 
 def _nothing(call: Call, inputs: Inputs) -> Results:
-    """No token in any sequence: the states stay as they are."""
+    """Nothing to write or to read: the states stay as they are."""
     output = jnp.zeros((call.batch, call.tokens, call.heads, call.value_dim), call.dtype)
     return output, _slots(call, inputs).reshape(call.sequences, call.heads, call.key_dim, call.value_dim)
 
@@ -69,11 +70,11 @@ def _slots(call: Call, inputs: Inputs) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
 
 
-def _cut(call: Call, inputs: Inputs, chunk: Chunks) -> xla_chunk.Chunk:
-    """One chunk, head-first, heads repeated, in the dtype of the states."""
+def _cut(call: Call, inputs: Inputs, chunk: Chunks, size: int) -> xla_chunk.Chunk:
+    """A slice of `size` tokens, head-first, heads repeated, in the dtype of the states."""
 
     def heads_first(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(xla_layout.cut(call, chunk, x).astype(call.state_dtype), 2, 1)
+        x = jnp.moveaxis(xla_layout.cut(call, chunk, x, size).astype(call.state_dtype), 2, 1)
         return jnp.repeat(x, call.heads // x.shape[1], axis=1)
 
     tokens = inputs._replace(initial_state=None)
@@ -81,29 +82,57 @@ def _cut(call: Call, inputs: Inputs, chunk: Chunks) -> xla_chunk.Chunk:
     if call.decay == "constant" and gamma is not None:
         gamma = lax.dynamic_index_in_dim(gamma, chunk.sequence) if call.packed else gamma
         gamma = gamma.astype(call.state_dtype)[..., None, None]  # [rows, H, 1, 1]
-        gamma = jnp.where(xla_layout.visited(call, chunk)[:, None], gamma, 0)
+        gamma = jnp.where(xla_layout.visited(call, chunk, size)[:, None], gamma, 0)
         tokens = tokens._replace(log_decay=None)
     q, k, v, a, b, _ = jax.tree.map(heads_first, tokens)
     a = gamma if call.decay == "constant" else a[..., None] if call.decay == "head" else a
     return xla_chunk.Chunk(q, k, v, a, b)
 
 
+def _cut_step(call: Call, inputs: Inputs, chunks: Sequence[Chunks]) -> xla_chunk.Chunk:
+    """The chunks of a step, in the order they are visited, on a new first axis."""
+    C = xla_layout.chunk_size(call)
+    if not xla_layout.whole(call):
+        return jax.tree.map(lambda *each: jnp.stack(each), *(_cut(call, inputs, chunk, C) for chunk in chunks))
+    # one slice for all of them, which begins where the first of the tokens lies
+    first = chunks[-1] if call.reverse else chunks[0]
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:2], len(chunks), C, x.shape[-1]), 2, 0)
+
+    return jax.tree.map(split, _cut(call, inputs, first, len(chunks) * C))
+
+
 def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
     """The results and, if kept, the state at the start of every chunk `[chunks, rows, H, K, V]`."""
     where = xla_layout.chunks(call, cu_seqlens)
     mathematics, einsum = _mathematics(call)
+    together = xla_layout.together(call)
 
-    def visit(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, Any]:
-        start = lax.dynamic_index_in_dim(states, chunk.sequence, keepdims=False)
-        output, end = mathematics.forward(_cut(call, inputs, chunk), start, einsum)
-        output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
-        states = lax.dynamic_update_index_in_dim(states, end, chunk.sequence, 0)
-        return states, (output, start if keep_states else None)
+    def visit(states: jax.Array, step: Chunks) -> tuple[jax.Array, Any]:
+        order = range(together)[::-1] if call.reverse else range(together)
+        chunks = [jax.tree.map(lambda x, i=i: x[i], step) for i in order]
+        effects = jax.vmap(functools.partial(mathematics.effect, einsum=einsum))(_cut_step(call, inputs, chunks))
+        starts = []
+        for i, chunk in enumerate(chunks):
+            starts.append(
+                lax.dynamic_index_in_dim(states, chunk.sequence, keepdims=False) if call.packed else states[0]
+            )
+            end = effects.kept[i] * starts[i] + effects.written[i]
+            states = lax.dynamic_update_index_in_dim(states, end, chunk.sequence, 0) if call.packed else end[None]
+        read = einsum("...tk,...kv->...tv", effects.query, jnp.stack(starts))
+        output = effects.within + (read if effects.weight is None else read * effects.weight)
+        output = jnp.moveaxis(call.scale * output, 2, 3).astype(call.dtype)  # [chunks, rows, C, H, V]
+        # in the order of the tokens again
+        kept = (output, jnp.stack(starts) if keep_states else None)
+        return states, jax.tree.map(lambda x: jnp.flip(x, 0), kept) if call.reverse else kept
 
-    # four chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products of
-    # different chunks at once, each of which it runs on one core; more would outgrow the caches
-    unroll = 1 if keep_states else 4
-    states, (pieces, starts) = lax.scan(visit, _slots(call, inputs), where, reverse=call.reverse, unroll=unroll)
+    # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
+    # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
+    unroll = 1 if keep_states else max(1, 4 // together)
+    steps = jax.tree.map(lambda x: x.reshape(-1, together), where)
+    states, kept = lax.scan(visit, _slots(call, inputs), steps, reverse=call.reverse, unroll=unroll)
+    pieces, starts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
     output = xla_layout.put_together(call, where, cu_seqlens, pieces)
     return (output, states.reshape(call.sequences, *states.shape[2:])), starts
 
@@ -120,7 +149,7 @@ def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[
 def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
     inputs, cu_seqlens, starts = residuals
     d_output, d_final = cotangents
-    where = xla_layout.chunks(call, cu_seqlens)
+    where, C = xla_layout.chunks(call, cu_seqlens), xla_layout.chunk_size(call)
     mathematics, einsum = _mathematics(call)
     constant = call.decay == "constant"
     # constant decays are summed apart, initial states come out of the walk
@@ -135,13 +164,13 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
     def visit(d_states: jax.Array, step: tuple[Chunks, jax.Array]) -> tuple[jax.Array, Any]:
         chunk, start = step
         d_end = lax.dynamic_index_in_dim(d_states, chunk.sequence, keepdims=False)
-        do = jnp.moveaxis(call.scale * xla_layout.cut(call, chunk, d_output).astype(call.state_dtype), 2, 1)
-        grads = mathematics.backward(_cut(call, inputs, chunk), start, do, d_end, einsum)
+        do = jnp.moveaxis(call.scale * xla_layout.cut(call, chunk, d_output, C).astype(call.state_dtype), 2, 1)
+        grads = mathematics.backward(_cut(call, inputs, chunk, C), start, do, d_end, einsum)
         d_states = lax.dynamic_update_index_in_dim(d_states, grads.state, chunk.sequence, 0)
         of_tokens = Inputs(grads.query, grads.key, grads.value, grads.log_decay, grads.value_log_decay, None)
         d_gamma = None
         if constant:
-            own = xla_layout.visited(call, chunk)[:, None]
+            own = xla_layout.visited(call, chunk, C)[:, None]
             d_gamma = jnp.where(own, grads.log_decay, 0).sum((-2, -1))
             of_tokens = of_tokens._replace(log_decay=None)
         return d_states, (jax.tree.map(heads_last, tokens, of_tokens), d_gamma)

@@ -42,6 +42,16 @@ class Gradients(NamedTuple):
     state: jax.Array
 
 
+class Effect(NamedTuple):
+    """What a chunk makes of any state `S` at its start: output `within + weight · query S`, end `kept S + written`."""
+
+    query: jax.Array  # [B, H, C, K]
+    weight: jax.Array | None  # [B, H, C, 1 or V]
+    within: jax.Array  # [B, H, C, V]
+    kept: jax.Array  # [B, H, 1 or K, 1 or V]
+    written: jax.Array  # [B, H, K, V]
+
+
 class _Scores(NamedTuple):
     """What tokens of a chunk are to each other and to its ends."""
 
@@ -51,16 +61,16 @@ class _Scores(NamedTuple):
     pair_gradients: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def forward(chunk: Chunk, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
-    """Unscaled output `[B, H, C, V]` and the state at the chunk's end, from the state `[B, H, K, V]` at its start."""
+def effect(chunk: Chunk, einsum: Einsum) -> Effect:
+    """What a chunk does, whatever the state at its start."""
     q, k, v = chunk[:3]
     scores, since, until, _ = _scores(chunk, einsum)
+    within = einsum("...ts,...sv->...tv", scores, v)
+    written = einsum("...tk,...tv->...kv", k * until, v)
+    kept = since[..., -1, :, None]
     if since.shape[-1] == 1:  # weighs what is read, which costs a pass less than weighing the queries
-        read = einsum("...tk,...kv->...tv", q, state) * since
-    else:
-        read = einsum("...tk,...kv->...tv", q * since, state)
-    output = read + einsum("...ts,...sv->...tv", scores, v)
-    return output, since[..., -1, :, None] * state + einsum("...tk,...tv->...kv", k * until, v)
+        return Effect(q, since, within, kept, written)
+    return Effect(q * since, None, within, kept, written)
 
 
 def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:

@@ -12,6 +12,10 @@ from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offset
 
 LARGEST_CHUNK = 64
 
+# Chunks visited in one step are computed together as long as an array of theirs has no more numbers than this: then
+# XLA's price for starting an operation, and not the operation, is what small ones cost on a CPU.
+TOGETHER = 65536
+
 
 class Chunks(NamedTuple):
     """A slice of `size` tokens for each chunk, `[chunks]` each; tokens outside `low … high - 1` are not the chunk's.
@@ -34,19 +38,27 @@ def chunk_size(call: Call) -> int:
     return size
 
 
+def together(call: Call) -> int:
+    """How many chunks are visited in one step, a power of two."""
+    C = chunk_size(call)
+    numbers = call.batch * call.heads * C * max(call.key_dim, call.value_dim)
+    most = min(-(-call.tokens // C), TOGETHER // numbers, 8)
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
 def whole(call: Call) -> bool:
-    """Whether every slice is full of its own chunk's tokens, so that nothing needs masking."""
-    return not call.packed and call.tokens % chunk_size(call) == 0
+    """Whether the slices of every step are full of their own chunks' tokens, so that nothing needs masking."""
+    return not call.packed and call.tokens % (together(call) * chunk_size(call)) == 0
 
 
 def chunks(call: Call, cu_seqlens: jax.Array | None) -> Chunks:
-    """The chunks of a call; for packed ones their number is a bound, and those past the end are empty."""
-    C = chunk_size(call)
+    """The chunks of a call, a multiple of those of a step; for packed ones a bound. Those past the end are empty."""
+    C, step = chunk_size(call), together(call) * chunk_size(call)
     if cu_seqlens is None:
-        low = jnp.arange(0, call.tokens, C, dtype=np.int32)
+        low = jnp.minimum(jnp.arange(0, -(-call.tokens // step) * step, C, dtype=np.int32), call.tokens)
         return Chunks(jnp.zeros_like(low), jnp.minimum(low, call.tokens - C), low, jnp.minimum(low + C, call.tokens))
     cu_seqlens = jnp.minimum(cu_seqlens, call.tokens)
-    bound = call.tokens // C + call.sequences
+    bound = -(-(call.tokens // C + call.sequences) // together(call)) * together(call)
     sequence, index = prepare_chunk_indices(cu_seqlens, C, total_chunks=bound).T
     exists = sequence < call.sequences
     sequence = jnp.minimum(sequence, call.sequences - 1)
@@ -55,18 +67,18 @@ def chunks(call: Call, cu_seqlens: jax.Array | None) -> Chunks:
     return Chunks(sequence, jnp.minimum(low, call.tokens - C), low, high)
 
 
-def cut(call: Call, chunk: Chunks, x: jax.Array) -> jax.Array:
-    """One chunk of `x [B, T, ...]`, in the order tokens are visited: `[B, C, ...]`, 0 where a token is not its own."""
-    x = lax.dynamic_slice_in_dim(x, chunk.start, chunk_size(call), axis=1)
+def cut(call: Call, chunk: Chunks, x: jax.Array, size: int) -> jax.Array:
+    """The `size` tokens of a slice of `x [B, T, ...]` in the order they are visited, 0 where one is not its own."""
+    x = lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1)
     x = jnp.flip(x, 1) if call.reverse else x
-    return x if whole(call) else jnp.where(visited(call, chunk).reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
+    return x if whole(call) else jnp.where(visited(call, chunk, size).reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def visited(call: Call, chunk: Chunks) -> jax.Array:
-    """Which tokens of the slice are the chunk's own, `[C]`, in the order they are visited."""
+def visited(call: Call, chunk: Chunks, size: int) -> jax.Array:
+    """Which of the `size` tokens of the slice are the chunk's own, in the order they are visited."""
     if whole(call):
-        return jnp.ones(chunk_size(call), bool)
-    token = chunk.start + jnp.arange(chunk_size(call), dtype=chunk.start.dtype)
+        return jnp.ones(size, bool)
+    token = chunk.start + jnp.arange(size, dtype=chunk.start.dtype)
     own = (token >= chunk.low) & (token < chunk.high)
     return jnp.flip(own) if call.reverse else own
 
@@ -77,7 +89,7 @@ def put_together(call: Call, where: Chunks, cu_seqlens: jax.Array | None, pieces
     if call.reverse:
         pieces = jnp.flip(pieces, 2)
     if cu_seqlens is None:
-        rest = T % C
+        rest, pieces = T % C, pieces[: -(-T // C)]
         last = pieces[-1][:, C - rest :] if rest else pieces[-1]
         full = jnp.moveaxis(pieces[:-1] if rest else pieces, 0, 1)
         full = full.reshape(call.batch, -1, *pieces.shape[3:])

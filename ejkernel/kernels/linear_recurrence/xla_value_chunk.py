@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.linear_recurrence.xla_blocks import Decays, all_decays, halves, in_first, in_second
-from ejkernel.kernels.linear_recurrence.xla_chunk import Chunk, Einsum, Gradients, gate_gradient
+from ejkernel.kernels.linear_recurrence.xla_chunk import Chunk, Effect, Einsum, Gradients, gate_gradient
 
 
 def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
@@ -19,22 +19,22 @@ def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
     return all_decays(log_decay, 1), all_decays(chunk.value_log_decay, 1)
 
 
-def forward(chunk: Chunk, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
-    """As `xla_chunk.forward`."""
+def effect(chunk: Chunk, einsum: Einsum) -> Effect:
+    """As `xla_chunk.effect`."""
     q, k, v = chunk[:3]
     by_key, by_value = _decays(chunk)
     *sizes, C = by_key
-    output = (q * k).sum(-1, keepdims=True) * v
+    within = (q * k).sum(-1, keepdims=True) * v
     for size in sizes:
         _, later = halves(q * by_key[size].since, size)
         earlier, _ = halves(k * by_key[size].until, size)
         values, _ = halves(v * by_value[size].until, size)
         scores = einsum("...tk,...sk->...ts", later, earlier)
-        output = output + in_second(einsum("...ts,...sv->...tv", scores, values)) * by_value[size].since
+        within = within + in_second(einsum("...ts,...sv->...tv", scores, values)) * by_value[size].since
     a, b = by_key[C], by_value[C]
-    output = output + einsum("...tk,...kv->...tv", q * a.since, state) * b.since
     written = einsum("...tk,...tv->...kv", k * a.until, v * b.until)
-    return output, a.since[..., -1, :, None] * b.since[..., -1, None, :] * state + written
+    kept = a.since[..., -1, :, None] * b.since[..., -1, None, :]
+    return Effect(q * a.since, b.since, within, kept, written)
 
 
 def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:
