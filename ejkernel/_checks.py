@@ -3,6 +3,7 @@
 Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Code below the fronts trusts what passed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -147,9 +148,10 @@ def power_of_two(argument: str, x: Any) -> int:
 
 def integer_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype`, if it is an integer one."""
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
-        raise TypeError(f"{argument}: got {jnp.dtype(dtype)}; expected an integer dtype")
-    return jnp.dtype(dtype)
+    found = _dtype(argument, dtype, "an integer dtype")
+    if not jnp.issubdtype(found, jnp.integer):
+        raise TypeError(f"{argument}: got {found}; expected an integer dtype")
+    return found
 
 
 def token_mask(mask: Any) -> jax.Array:
@@ -183,11 +185,13 @@ def grouped_heads(heads: int, kv_heads: int) -> None:
 
 
 def real(argument: str, x: Any) -> float:
-    """`x` as a float known now; a traced value or anything that is no real number is a `TypeError`."""
+    """`x` as a finite float known now; a traced value or anything that is no real number is a `TypeError`."""
     if not is_concrete(x):
         raise TypeError(f"{argument}: got a traced value; expected a number known when tracing (a static argument)")
     if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
         raise TypeError(f"{argument}: got {type(x).__name__}; expected a number")
+    if not math.isfinite(x):
+        fail(argument, x, "a finite number")
     return float(x)
 
 
@@ -201,13 +205,18 @@ def flag(argument: str, x: Any) -> bool:
 
 def floating_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype` as a floating-point NumPy dtype."""
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"{argument}: got {dtype!r}; expected a floating-point dtype") from None
+    found = _dtype(argument, dtype, "a floating-point dtype")
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{argument}: got {found}; expected a floating-point dtype")
     return found
+
+
+def _dtype(argument: str, dtype: Any, expected: str) -> np.dtype:
+    try:
+        # NumPy reads None as float64
+        return np.dtype(dtype if dtype is not None else "None")
+    except TypeError:
+        raise TypeError(f"{argument}: got {dtype!r}; expected {expected}") from None
 
 
 def positive(argument: str, x: Any) -> float:
@@ -224,6 +233,11 @@ def scalar(argument: str, x: Any) -> jax.Array:
     if x.size != 1:
         fail(argument, f"shape {x.shape}", "one number")
     return x.reshape(())
+
+
+def factor(argument: str, x: Any) -> float | jax.Array:
+    """`x`, a number: as a float if it is known now, or as an array, which may be traced and has a gradient."""
+    return scalar(argument, x) if isinstance(x, jax.Array | np.ndarray) else real(argument, x)
 
 
 def attention_inputs(dims: Dims, query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -435,8 +449,28 @@ def gate_per_head(g: Any, query: Any) -> jax.Array:
     return g[..., None]
 
 
+def layer_number(x: Any) -> jax.Array:
+    """`layer_idx`, a number that may be traced."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating | np.ndarray | jax.Array):
+        raise TypeError(f"layer_idx: got {type(x).__name__}; expected a number")
+    x = array("layer_idx", np.asarray(x) if is_concrete(x) else x)
+    if x.shape != ():
+        fail("layer_idx", f"shape {x.shape}", "one number")
+    return x
+
+
+def layer_input(x: Any, width: int, borders: Any) -> jax.Array:
+    """`x`, the tokens that a layer of that width takes; `borders` is its `cu_seqlens`."""
+    x = floating("x", x)
+    Dims(width=width).match("x", x, *(("B T width",) if borders is None else ("T width", "1 T width")))
+    if borders is not None:
+        cu_seqlens(borders, x.shape[-2])
+    return x
+
+
 def bound_axis(axis_name: str) -> int:
     """The size of a mesh axis that the caller's `shard_map` runs over."""
+    _axis_name(axis_name)
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:
@@ -445,14 +479,21 @@ def bound_axis(axis_name: str) -> int:
 
 def mesh_axis(mesh: jax.sharding.Mesh, axis_name: str) -> int:
     """The size of an axis of `mesh`."""
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}; expected a jax.sharding.Mesh")
+    _axis_name(axis_name)
     if axis_name not in mesh.shape:
         fail("axis_name", repr(axis_name), f"one of the mesh's axes {tuple(mesh.shape)}")
     return mesh.shape[axis_name]
 
 
-def divisible_time(query: jax.Array, dimension: int, axis_name: str, devices: int) -> None:
+def _axis_name(axis_name: Any) -> None:
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}; expected the name of a mesh axis")
+
+
+def divisible_time(tokens: int, axis_name: str, devices: int) -> None:
     """The tokens can be dealt out evenly."""
-    tokens = floating("query", query).shape[dimension]
     if tokens % devices:
         fail("query", f"{tokens} tokens", f"a multiple of the {devices} devices of axis {axis_name!r}: pad the tokens")
 
@@ -462,6 +503,13 @@ def ring_slices(layout: str) -> int:
     if layout not in ("contiguous", "balanced"):
         fail("layout", repr(layout), "'contiguous' or 'balanced'")
     return 2 if layout == "balanced" else 1
+
+
+def axis(x: Any, rank: int) -> int:
+    """`axis`, counted from the front, of an array of that rank."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or not -rank <= x < rank:
+        fail("axis", repr(x), f"an axis of an array of rank {rank}")
+    return int(x) % rank
 
 
 def even_slices(argument: str, tokens: int, slices: int, devices: int | None = None) -> int:

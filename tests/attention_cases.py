@@ -1,5 +1,6 @@
 """One table of softmax attention calls, for `attention` and `flash_attention` alike."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,15 +179,20 @@ def results_and_gradients(function, arrays, cotangents):
     """What `function` of the arrays by name returns, and the gradients of its product with `cotangents` by name."""
     moving = {name: arrays[name] for name in differentiable(arrays)}
     fixed = {name: each for name, each in arrays.items() if name not in moving}
+    return _with_gradients(function)(moving, fixed, cotangents)
 
-    def run(moving):
+
+# so that properties, which call the same function with many values, compile it once
+@functools.lru_cache(maxsize=32)
+def _with_gradients(function):
+    def run(moving, fixed, cotangents):
         results, pull = jax.vjp(lambda moving: function(**moving, **fixed), moving)
         return results, pull(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, results))[0]
 
-    return jax.jit(run, compiler_options=QUICK)(moving)
+    return jax.jit(run, compiler_options=QUICK)
 
 
-def check(function, expected, arrays, tolerance, slope_tolerance=1e-7):
+def check(function, expected, arrays, tolerance, slope_tolerance=1e-7, directions=3):
     """Compares results of `function` with those of `expected`, and its gradients with differences of `expected`.
 
     Both take the arrays by name and return a tuple of arrays; the gradients are compared along random directions.
@@ -204,7 +210,7 @@ def check(function, expected, arrays, tolerance, slope_tolerance=1e-7):
         return sum((np.where(f, x, 0) * c).sum() for x, f, c in zip(results, finite, cotangents, strict=True))
 
     for name in gradients:
-        for _ in range(3):
+        for _ in range(directions):
             direction = random.normal(size=arrays[name].shape)
             above, below = (
                 product(expected(**{**arrays, name: arrays[name] + step * direction})) for step in (1e-5, -1e-5)

@@ -1,8 +1,20 @@
-"""Shared by all tests: the two precisions, and comparison against float64."""
+"""Shared by all tests: the two precisions, comparison against float64, and how much the property tests draw."""
 
+import os
+
+import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# `ci` draws values for a few shapes, the same ones every time; `thorough` draws everything anew for about an hour:
+# HYPOTHESIS_PROFILE=thorough pytest tests/test_properties_*.py
+CHECKS = hypothesis.HealthCheck
+SLOW = [CHECKS.too_slow, CHECKS.data_too_large, CHECKS.large_base_example]
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, suppress_health_check=SLOW)
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, suppress_health_check=SLOW)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(PROFILE)
 
 
 def pytest_runtest_setup(item):
@@ -17,12 +29,12 @@ def x64():
         yield
 
 
-def assert_close(actual, expected, tolerance, what=""):
-    """Bounds the largest error by `tolerance` times the largest expected value (by `tolerance` where all are 0)."""
+def assert_close(actual, expected, tolerance, what="", scale=None):
+    """Bounds the largest error by `tolerance` times `scale`: the largest expected value, or 1 where all are 0."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     if actual.size == 0:
         return
     assert np.isfinite(actual).all(), f"{what}: {np.count_nonzero(~np.isfinite(actual))} values are not finite"
-    error = np.abs(actual - expected).max() / (np.abs(expected).max() or 1.0)
+    error = np.abs(actual - expected).max() / (scale or np.abs(expected).max() or 1.0)
     assert error <= tolerance, f"{what}: error {error:.2e}, allowed {tolerance:.2e}"

@@ -10,6 +10,8 @@ GATES = {
     "tiny": lambda random, shape: -1e-4 * random.random(shape),
     "ordinary": lambda random, shape: -np.abs(random.normal(size=shape)),
     "strong": lambda random, shape: -30 * random.random(shape),
+    "all -30": lambda random, shape: np.full(shape, -30.0),
+    "all -1e4": lambda random, shape: np.full(shape, -1e4),
     "positive": lambda random, shape: 0.05 * random.random(shape),
     "resets": lambda random, shape: np.where(random.random(shape) < 0.1, -np.inf, -0.3 * random.random(shape)),
     "mixed": lambda random, shape: random.choice([0, -1e-3, -0.7, -30, -1e4, -np.inf], size=shape),
@@ -107,4 +109,6 @@ CASES = [
     Case("one token no state", tokens=1, gates={"g": "ordinary"}),
     Case("one token reset", tokens=1, gates={"g": "all -inf"}, state="each"),
     Case("one packed token", **KEY, lengths=(0, 1, 0), state="each"),
+    Case("no key dims", key_dim=0, gates={"g": "ordinary"}, tokens=9, state="each", options={"softmax_scale": 0.3}),
+    Case("no value dims", value_dim=0, **KEY, **PACKED, state="each"),
 ]

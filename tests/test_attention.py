@@ -1,4 +1,4 @@
-"""`attention` against its oracle, as a function JAX can transform, and on input that it refuses."""
+"""`attention` against its oracle, and as a function JAX can transform."""
 
 import functools
 import inspect
@@ -79,28 +79,6 @@ def test_dead_rows_have_zero_gradients():
     gradient = jax.jit(jax.grad(loss))(arrays["query"])
     assert (gradient[:, case.dead[0]] == 0).all()
     assert (gradient[:, :4] != 0).any()
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_rows_never_touch(poison):
-    case = next(each for each in CASES if each.name == "mask by group")
-    arrays = case.arrays(np.float32)
-
-    @jax.jit
-    def run(query, key, value):
-        def outputs(*parts):
-            return attention(*parts, arrays["attention_mask"], **case.options)
-
-        results, pull = jax.vjp(outputs, query, key, value)
-        return [*results, *pull(results)]
-
-    names = ("query", "key", "value")
-    clean = run(*(arrays[name] for name in names))
-    for name in names:
-        arrays[name][1] = poison
-    for before, after in zip(clean, run(*(arrays[name] for name in names)), strict=True):
-        assert (before[0] == after[0]).all()
-        assert not np.isfinite(after[1]).all()
 
 
 @pytest.mark.parametrize("options", [{"mask": True}, {"causal": True}, {"sliding_window": (9, 1)}], ids=str)
@@ -237,67 +215,3 @@ def test_contract_paths_take_the_contract_arguments():
     assert pinned is _interface.attention
     arrays = CASES[0].arrays(np.float32)
     assert (pinned(**arrays)[0] == attention(**arrays, platform="xla")[0]).all()
-
-
-QKV = np.zeros((2, 5, 4, 8), np.float32)
-KV = np.zeros((2, 7, 2, 8), np.float32)
-GOOD = {"query": QKV, "key": KV, "value": KV}
-DROP = {"deterministic": False, "dropout_prob": 0.5}
-
-ERRORS = [
-    ({"query": QKV[0]}, ValueError, r"query: got shape \(5, 4, 8\); expected \[B, S, H, D\]"),
-    ({"query": QKV.astype(np.int32)}, TypeError, "query: got dtype int32; expected a floating-point dtype"),
-    ({"value": KV.astype(np.complex64)}, TypeError, "value: got dtype complex64; expected a floating-point dtype"),
-    ({"key": [1.0]}, TypeError, "key: got list; expected an array"),
-    ({"key": KV[:1]}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected .* with B=2, D=8 \(B, D as in query\)"),
-    ({"key": KV[..., :4]}, ValueError, r"key: got shape \(2, 7, 2, 4\); expected .*D=8"),
-    ({"value": KV[:, :6]}, ValueError, r"value: got shape \(2, 6, 2, 8\); expected .*L=7"),
-    ({"value": KV[:, :, :1]}, ValueError, r"value: got shape \(2, 7, 1, 8\); expected .*Hkv=2"),
-    ({"query": QKV[:, :, :3]}, ValueError, "key: got 2 heads; expected a divisor of query's 3 heads"),
-    (
-        {"attention_mask": np.ones((2, 1, 5, 7), np.float32)},
-        TypeError,
-        "attention_mask: got dtype float32; expected bool",
-    ),
-    ({"attention_mask": np.ones((5, 7), bool)}, ValueError, r"attention_mask: got shape \(5, 7\)"),
-    ({"attention_mask": np.ones((2, 3, 5, 7), bool)}, ValueError, r"attention_mask: got shape .*1\|H\|Hkv.*H=4, Hkv=2"),
-    ({"attention_mask": np.ones((2, 1, 7, 5), bool)}, ValueError, r"attention_mask: got shape .*S=5.*L=7"),
-    ({"bias": np.zeros((2, 3, 5, 7))}, NotImplementedError, "bias: got 3 heads; expected 1, Hkv=2 or H=4"),
-    ({"bias": np.zeros((2, 1, 5, 8))}, ValueError, r"bias: got shape \(2, 1, 5, 8\)"),
-    ({"bias": np.zeros((2, 1, 5, 7), bool)}, TypeError, "bias: got dtype bool"),
-    ({"init_bias": 3}, TypeError, "init_bias: got int; expected a function"),
-    ({"init_bias": lambda: np.zeros((2, 3, 5, 7))}, NotImplementedError, r"init_bias\(\): got 3 heads"),
-    ({"softmax_aux": np.zeros((3, 2))}, ValueError, r"softmax_aux: got shape \(3, 2\); expected .*H=4, Hkv=2"),
-    ({"softmax_aux": np.zeros((1, 4, 2))}, ValueError, r"softmax_aux: got shape \(1, 4, 2\); expected \[sinks\] or"),
-    ({"softmax_aux": np.zeros(2, int)}, TypeError, "softmax_aux: got dtype int"),
-    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str; expected a number"),
-    ({"softmax_scale": np.ones(2)}, ValueError, r"softmax_scale: got shape \(2,\); expected one number"),
-    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: got 0.0; expected a number above 0"),
-    ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
-    ({"softmax_dtype": "what"}, TypeError, "softmax_dtype: got 'what'; expected a floating-point dtype"),
-    ({"dropout_prob": 1.0}, ValueError, r"dropout_prob: got 1.0; expected a probability in \[0, 1\)"),
-    ({"dropout_prob": -0.1}, ValueError, "dropout_prob: got -0.1"),
-    (DROP, ValueError, "dropout_rng: got None; expected a key"),
-    ({**DROP, "dropout_rng": np.zeros(2)}, TypeError, "dropout_rng: got dtype float"),
-    ({**DROP, "dropout_rng": np.zeros((3, 2), np.uint32)}, ValueError, r"dropout_rng: got shape \(3, 2\)"),
-    ({"deterministic": 1}, TypeError, "deterministic: got int; expected True or False"),
-    ({"causal": "yes"}, TypeError, "causal: got str; expected True or False"),
-    ({"sliding_window": -1}, ValueError, "sliding_window: got -1; expected bounds of at least 0"),
-    ({"sliding_window": (3, -2)}, ValueError, "sliding_window: got -2"),
-    ({"sliding_window": (1, 2, 3)}, ValueError, r"sliding_window: got 3 bounds; expected one bound or \(left, right\)"),
-    ({"sliding_window": 1.5}, TypeError, "sliding_window: got float; expected an int"),
-    ({"platform": "triton"}, ValueError, "platform: got 'triton'; this op has 'xla'"),
-]
-
-
-@pytest.mark.parametrize("arguments, error, message", ERRORS)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        attention(**{**GOOD, **arguments})
-
-
-def test_traced_options_are_refused_by_name():
-    with pytest.raises(TypeError, match="logits_soft_cap: got a traced value"):
-        jax.jit(lambda scale: attention(**GOOD, logits_soft_cap=scale))(1.0)
-    with pytest.raises(TypeError, match=r"always runs 'xla'; use ejkernel.attention to choose"):
-        pinned(**GOOD, platform="xla")

@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,20 +40,30 @@ def load(path: Path, settings: dict[str, Any], like: Tree) -> tuple[dict[str, An
     """The header, and the arrays put together as `like`; `settings` must be those of the header."""
     try:
         # opened here, since NumPy leaves a broken file open
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        with path.open("rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            if not isinstance(stored, np.lib.npyio.NpzFile):
+                raise ValueError("one array alone")
             arrays = {name: stored[name] for name in stored.files}
+        # NumPy hands out as bytes what is no array
+        if any(not isinstance(each, np.ndarray) for each in arrays.values()):
+            raise ValueError("not all of it is arrays")
         header = json.loads(arrays.pop(HEADER).tobytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no checkpoint to resume") from None
     except KeyError:
         raise CheckpointError(f"{path}: has no header, so it is no checkpoint of the demo") from None
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+    # RuntimeError is what damaged flags in a zip file can end in
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path}: cannot be read as a checkpoint ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CheckpointError(f"{path}: is not in the format {FORMAT!r}")
-    differing = [name for name, value in settings.items() if header.get("settings", {}).get(name) != value]
+    stored_settings = header.get("settings")
+    if not isinstance(stored_settings, dict):
+        raise CheckpointError(f"{path}: does not say what settings it was made with")
+    differing = [name for name, value in settings.items() if stored_settings.get(name) != value]
     if differing:
-        was = {name: header.get("settings", {}).get(name) for name in differing}
+        was = {name: stored_settings.get(name) for name in differing}
         now = {name: settings[name] for name in differing}
         raise CheckpointError(f"{path}: was made with {was}, not {now}")
     expected = _named(like)

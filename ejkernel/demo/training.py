@@ -70,6 +70,14 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.01))
 
 
+def _history(path: Path, stored: Any) -> list[tuple[float, float]]:
+    """Loss and floor of each step so far, as a checkpoint holds them."""
+    pairs: list[Any] = stored if isinstance(stored, list) else [None]
+    if not all(isinstance(pair, list) and [type(each) for each in pair] == [float, float] for pair in pairs):
+        raise checkpoint.CheckpointError(f"{path}: its history is not a list of losses and floors")
+    return [(loss, floor) for loss, floor in pairs]
+
+
 def train(settings: Settings, path: Path, *, resume: bool = False) -> Trained | None:
     """Trains to the end and returns the model, or `None` after Ctrl-C; `path` holds the checkpoint in both cases."""
     graph, parameters = build(settings)
@@ -77,7 +85,7 @@ def train(settings: Settings, path: Path, *, resume: bool = False) -> Trained | 
     trained = Trained(parameters, optimizer.init(parameters), [])
     if resume:
         header, arrays = checkpoint.load(path, asdict(settings), (trained.parameters, trained.optimizer))
-        trained = Trained(*arrays, [(loss, floor) for loss, floor in header["history"]])
+        trained = Trained(*arrays, _history(path, header.get("history")))
 
     @jax.jit
     def step(parameters: Any, state: Any, tokens: Any, targets: Any, cu_seqlens: Any) -> tuple[Any, Any, jax.Array]:

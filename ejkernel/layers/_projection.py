@@ -3,6 +3,8 @@
 import jax
 from flax import nnx
 
+from ejkernel import _checks
+
 MODEL_AXIS = "model"
 
 
@@ -32,6 +34,7 @@ def merge(x: jax.Array) -> jax.Array:
 
 def per_head(name: str, width: int, heads: int) -> int:
     """How wide a head is when `heads` of them share `width` evenly."""
-    if heads < 1 or width % heads:
-        raise ValueError(f"{name}: got {width}; expected a multiple of the {heads} heads")
+    _checks.positive_int("heads", heads)
+    if _checks.positive_int(name, width) % heads:
+        _checks.fail(name, width, f"a multiple of the {heads} heads")
     return width // heads

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ejkernel import _checks
 from ejkernel.layers._lags import lagged
 from ejkernel.layers._projection import into_heads, merge, out_of_heads, per_head, split
 from ejkernel.linear_attention import Result, lightning_attn, recurrent_gla, retention
@@ -17,8 +18,9 @@ class _LinearAttention(nnx.Module):
     def __init__(
         self, width: int, heads: int, *, key_width: int | None = None, value_width: int | None = None, rngs: nnx.Rngs
     ) -> None:
-        key_width, value_width = key_width or width, value_width or width
-        self.heads = heads
+        self.width, self.heads = _checks.positive_int("width", width), heads
+        key_width = width if key_width is None else key_width
+        value_width = width if value_width is None else value_width
         self.key_dim = per_head("key_width", key_width, heads)
         self.value_dim = per_head("value_width", value_width, heads)
         self.query = into_heads(width, key_width, rngs)
@@ -39,6 +41,7 @@ class _LinearAttention(nnx.Module):
                 from nothing.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`.
         """
+        x = _checks.layer_input(x, self.width, cu_seqlens)
         query, key, value = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         output, state = self.attend(x, query, key, value, initial_state=state, cu_seqlens=cu_seqlens)
         return self.finish(x, output), state
@@ -71,6 +74,16 @@ class GatedLinearAttention(_LinearAttention):
     Queries, keys and values are made of the token and the `window` before it, by one weight a lag and dim. Keys start
     out as the queries of the token before, so that a query finds what followed when the text last looked like this.
 
+    Args:
+        width: Of the input and the output.
+        heads: How many heads share the keys' and the values' width.
+        key_width: Of all heads' keys together; `None` is `width`.
+        value_width: Of all heads' values together; `None` is `width`.
+        gate_rank: The width between the gate's two projections.
+        memory: The shortest and the longest time that a key dim remembers at first, in tokens.
+        window: How many tokens before its own a query, key or value is made of.
+        rngs: Where parameters are drawn from.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -95,12 +108,14 @@ class GatedLinearAttention(_LinearAttention):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(width, heads, key_width=key_width, value_width=value_width, rngs=rngs)
-        if window < 1:
-            raise ValueError(f"window: got {window}; expected at least 1")
-        self.window = window
+        self.window = _checks.positive_int("window", window)
+        _checks.positive_int("gate_rank", gate_rank)
+        if not isinstance(memory, tuple | list) or len(memory) != 2:
+            _checks.fail("memory", repr(memory), "(shortest, longest), in tokens")
+        shortest, longest = (_checks.positive("memory", each) for each in memory)
         self.gate_down = nnx.Linear(width, gate_rank, use_bias=False, rngs=rngs)
         self.gate_up = into_heads(gate_rank, heads * self.key_dim, rngs)
-        times = jnp.geomspace(*memory, heads * self.key_dim)
+        times = jnp.geomspace(shortest, longest, heads * self.key_dim)
         self.gate_bias = nnx.Param(-jnp.log(jnp.expm1(1 / times)))  # log σ of it is -1 / times
         self.key.kernel[...] = self.query.kernel[...]
         taps = jax.random.normal(rngs.params(), (window, width)) * window**-0.5
@@ -112,8 +127,17 @@ class GatedLinearAttention(_LinearAttention):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, state: GatedState | None = None, cu_seqlens: jax.Array | None = None
     ) -> tuple[jax.Array, GatedState]:
-        """As in the other layers, with a state of two parts."""
-        recent, memory = state or (None, None)
+        """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
+
+        Args:
+            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
+            state: From an earlier call that this one continues; `None` starts from nothing.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`.
+        """
+        x = _checks.layer_input(x, self.width, cu_seqlens)
+        if state is not None and not isinstance(state, GatedState):
+            raise TypeError(f"state: got {type(state).__name__}; expected the GatedState of an earlier call")
+        recent, memory = (None, None) if state is None else state
         delayed, recent = lagged(x, self.window, recent, cu_seqlens)
 
         def heads_of(project: nnx.Linear, taps: nnx.Param) -> jax.Array:
@@ -135,6 +159,13 @@ class Retention(_LinearAttention):
 
     Queries and keys are not rotated by their position, so the state alone continues a sequence.
 
+    Args:
+        width: Of the input and the output.
+        heads: How many heads share the keys' and the values' width.
+        key_width: Of all heads' keys together; `None` is `width`.
+        value_width: Of all heads' values together; `None` is `width`.
+        rngs: Where parameters are drawn from.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -150,6 +181,15 @@ class Retention(_LinearAttention):
 
 class LightningAttention(_LinearAttention):
     """Lightning attention: memory fades at a fixed rate per head, slower in later layers.
+
+    Args:
+        width: Of the input and the output.
+        heads: How many heads share the keys' and the values' width.
+        layer_idx: Which layer of the model this is, from 0.
+        num_layers: How many layers the model has.
+        key_width: Of all heads' keys together; `None` is `width`.
+        value_width: Of all heads' values together; `None` is `width`.
+        rngs: Where parameters are drawn from.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -172,7 +212,8 @@ class LightningAttention(_LinearAttention):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(width, heads, key_width=key_width, value_width=value_width, rngs=rngs)
-        self.layer_idx, self.num_layers = layer_idx, num_layers
+        _checks.layer_number(layer_idx)
+        self.layer_idx, self.num_layers = layer_idx, _checks.positive_int("num_layers", num_layers)
 
     def attend(self, x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
         query, key, value = (jax.nn.silu(each) for each in (query, key, value))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ejkernel import _checks
 from ejkernel.attention import attention, flash_attention
 from ejkernel.layers._projection import into_heads, merge, out_of_heads, per_head, split
 from ejkernel.xla_utils.utils import prepare_position_ids
@@ -33,6 +34,12 @@ class KeyValueCache(NamedTuple):
 class MultiHeadAttention(nnx.Module):
     """Causal softmax attention with rotary positions and grouped key/value heads.
 
+    Args:
+        width: Of the input and the output.
+        heads: How many heads share the width.
+        kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
+        rngs: Where parameters are drawn from.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -45,10 +52,12 @@ class MultiHeadAttention(nnx.Module):
     """
 
     def __init__(self, width: int, heads: int, *, kv_heads: int | None = None, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads = heads, kv_heads or heads
-        self.head_dim = per_head("width", width, heads)
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        self.width, self.head_dim = width, per_head("width", width, heads)
+        if heads % _checks.positive_int("kv_heads", self.kv_heads):
+            _checks.fail("kv_heads", self.kv_heads, f"a divisor of the {heads} heads")
         if self.head_dim % 2:
-            raise ValueError(f"width: got {width}; rotation needs an even width per head, not {self.head_dim}")
+            _checks.fail("width", width, f"an even width per head, as rotation needs, not {self.head_dim}")
         self.query = into_heads(width, heads * self.head_dim, rngs)
         self.key = into_heads(width, self.kv_heads * self.head_dim, rngs)
         self.value = into_heads(width, self.kv_heads * self.head_dim, rngs)
@@ -56,6 +65,7 @@ class MultiHeadAttention(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> KeyValueCache:
         """Room for `capacity` tokens of each of `batch` sequences."""
+        batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
         shape = (batch, capacity, self.kv_heads, self.head_dim)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
@@ -70,6 +80,7 @@ class MultiHeadAttention(nnx.Module):
                 capacity come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache.
         """
+        x = _checks.layer_input(x, self.width, cu_seqlens)
         query = split(self.query(x), self.heads)
         key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
         if cache is None:
@@ -80,9 +91,13 @@ class MultiHeadAttention(nnx.Module):
             output = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=cu_seqlens)
             return self.out(merge(output)), None
         if cu_seqlens is not None:
-            raise ValueError("cache: got one together with cu_seqlens; expected one of them")
+            _checks.fail("cache", "one together with cu_seqlens", "one of them")
+        if not isinstance(cache, KeyValueCache):
+            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
+        if cache.key.shape[0] != x.shape[0]:
+            _checks.fail("cache", f"one for {cache.key.shape[0]} sequences", f"one for the {x.shape[0]} of x")
         if x.shape[1] > cache.capacity:
-            raise ValueError(f"x: got {x.shape[1]} tokens; the cache has room for {cache.capacity}")
+            _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
         positions = cache.position[:, None] + jnp.arange(x.shape[1])  # [B, T]
         query, key = rotate(query, positions), rotate(key, positions)
         row = jnp.arange(x.shape[0])[:, None]

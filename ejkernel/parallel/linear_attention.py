@@ -77,8 +77,12 @@ def recurrent(
     if mesh is None:
         return _on_slice(arrays, options, axis_name, _checks.bound_axis(axis_name))
     devices = _checks.mesh_axis(mesh, axis_name)
-    unbatched = cu_seqlens is not None and query.ndim == 3
-    _checks.divisible_time(query, 0 if unbatched else 1, axis_name, devices)
+    # here, since what a shard_map is given must have the ranks that its specs say
+    checked = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
+    unbatched = checked.unbatched
+    _checks.divisible_time(checked.query.shape[1], axis_name, devices)
+    if checked.cu_seqlens is not None:
+        arrays["cu_seqlens"] = checked.cu_seqlens
     sliced = jax.P(axis_name) if unbatched else jax.P(None, axis_name)
     specs = {name: sliced if name in PER_TOKEN else jax.P() for name in arrays}
     run = jax.shard_map(
@@ -131,9 +135,12 @@ def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, device
     local = {name: x for name, x in arrays.items() if name != "initial_state"}
     me = lax.axis_index(axis)
     if "cu_seqlens" in local:
+        _checks.heads(local["query"])
         tokens = local["query"].shape[-3]
         borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
         local["cu_seqlens"] = jnp.clip(borders - me * tokens, 0, tokens)
+    query, key, value, g, gk, gv = map(local.get, PER_TOKEN)
+    _checks.linear_attention(query, key, value, g, local.get("g_gamma"), gk, gv, initial, local.get("cu_seqlens"))
     _, added = on_one_device(**local, **options)  # [N, H, K, V]
     effects = lax.all_gather(_packed(*_total_decay(local), added), axis, to="invarying")  # [devices, …]
 

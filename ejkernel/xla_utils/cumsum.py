@@ -46,11 +46,16 @@ def chunk_local_cumsum(
         output_dtype: The result's dtype; `None` is `g`'s.
         **kwargs: Ignored.
 
-    >>> g = jnp.ones((1, 5, 1))
-    >>> chunk_local_cumsum(g, 2).ravel()
-    Array([1., 2., 1., 2., 1.], dtype=float32)
-    >>> chunk_local_cumsum(g, 2, cu_seqlens=jnp.array([0, 3, 5])).ravel()
-    Array([1., 2., 1., 1., 2.], dtype=float32)
+    Raises:
+        ValueError: `chunk_size` is not a power of two, the rank is neither 3 nor 4, or `cu_seqlens` comes with a batch
+            other than 1.
+
+    Examples:
+        >>> g = jnp.ones((1, 5, 1))
+        >>> chunk_local_cumsum(g, 2).ravel()
+        Array([1., 2., 1., 2., 1.], dtype=float32)
+        >>> chunk_local_cumsum(g, 2, cu_seqlens=jnp.array([0, 3, 5])).ravel()
+        Array([1., 2., 1., 1., 2.], dtype=float32)
     """
     return _checked(
         "g",
@@ -79,11 +84,12 @@ def chunk_global_cumsum(
 
     Arguments, layouts and padding are those of `chunk_local_cumsum`.
 
-    >>> s = jnp.ones((1, 5, 1))
-    >>> chunk_global_cumsum(s, reverse=True).ravel()
-    Array([5., 4., 3., 2., 1.], dtype=float32)
-    >>> chunk_global_cumsum(s, cu_seqlens=jnp.array([0, 3, 5])).ravel()
-    Array([1., 2., 3., 1., 2.], dtype=float32)
+    Examples:
+        >>> s = jnp.ones((1, 5, 1))
+        >>> chunk_global_cumsum(s, reverse=True).ravel()
+        Array([5., 4., 3., 2., 1.], dtype=float32)
+        >>> chunk_global_cumsum(s, cu_seqlens=jnp.array([0, 3, 5])).ravel()
+        Array([1., 2., 3., 1., 2.], dtype=float32)
     """
     return _checked("s", s, (3, 4), None, reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
 
@@ -98,8 +104,9 @@ def chunk_local_cumsum_scalar(
 ) -> jax.Array:
     """`chunk_local_cumsum` of one number a head: `[B, T, H]` or, with `head_first`, `[B, H, T]`.
 
-    >>> chunk_local_cumsum_scalar(jnp.ones((1, 1, 3)), 2, head_first=True)
-    Array([[[1., 2., 1.]]], dtype=float32)
+    Examples:
+        >>> chunk_local_cumsum_scalar(jnp.ones((1, 1, 3)), 2, head_first=True)
+        Array([[[1., 2., 1.]]], dtype=float32)
     """
     return _checked(
         "g",
@@ -124,10 +131,11 @@ def chunk_local_cumsum_vector(
 ) -> jax.Array:
     """`chunk_local_cumsum` of a vector a head: `[B, T, H, S]` or, with `head_first`, `[B, H, T, S]`.
 
-    >>> chunk_local_cumsum_vector(jnp.ones((1, 3, 1, 2)), 2)[0, :, 0]
-    Array([[1., 1.],
-           [2., 2.],
-           [1., 1.]], dtype=float32)
+    Examples:
+        >>> chunk_local_cumsum_vector(jnp.ones((1, 3, 1, 2)), 2)[0, :, 0]
+        Array([[1., 1.],
+               [2., 2.],
+               [1., 1.]], dtype=float32)
     """
     return _checked(
         "g",
@@ -152,8 +160,9 @@ def chunk_global_cumsum_scalar(
 ) -> jax.Array:
     """`chunk_global_cumsum` of one number a head: `[B, T, H]` or, with `head_first`, `[B, H, T]`.
 
-    >>> chunk_global_cumsum_scalar(jnp.ones((1, 1, 3)), head_first=True)
-    Array([[[1., 2., 3.]]], dtype=float32)
+    Examples:
+        >>> chunk_global_cumsum_scalar(jnp.ones((1, 1, 3)), head_first=True)
+        Array([[[1., 2., 3.]]], dtype=float32)
     """
     return _checked("s", s, (3,), None, reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
 
@@ -168,9 +177,10 @@ def chunk_global_cumsum_vector(
 ) -> jax.Array:
     """`chunk_global_cumsum` of a vector a head: `[B, T, H, S]` or, with `head_first`, `[B, H, T, S]`.
 
-    >>> chunk_global_cumsum_vector(jnp.ones((1, 2, 1, 2)), softmax_scale=0.5)[0, :, 0]
-    Array([[0.5, 0.5],
-           [1. , 1. ]], dtype=float32)
+    Examples:
+        >>> chunk_global_cumsum_vector(jnp.ones((1, 2, 1, 2)), softmax_scale=0.5)[0, :, 0]
+        Array([[0.5, 0.5],
+               [1. , 1. ]], dtype=float32)
     """
     return _checked("s", s, (4,), None, reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
 
@@ -186,13 +196,15 @@ def _checked(
     head_first: bool,
     output_dtype: Any,
 ) -> jax.Array:
+    head_first, reverse = _checks.flag("head_first", head_first), _checks.flag("reverse", reverse)
     x = _checks.time_series(argument, x, ranks, head_first)
     axis = 2 if head_first else 1
     if cu_seqlens is not None:
         cu_seqlens = _checks.cu_seqlens(cu_seqlens, x.shape[axis])
         _checks.one_row(x.shape[0])
     dtype = x.dtype if output_dtype is None else _checks.floating_dtype("output_dtype", output_dtype)
-    return _cumsum(x, cu_seqlens, scale, axis=axis, chunk=chunk, reverse=bool(reverse), dtype=dtype)
+    scale = None if scale is None else _checks.factor("softmax_scale", scale)
+    return _cumsum(x, cu_seqlens, scale, axis=axis, chunk=chunk, reverse=reverse, dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "chunk", "reverse", "dtype"))

@@ -26,10 +26,11 @@ def cdiv(a: int, b: jax.Array) -> jax.Array: ...
 def cdiv(a: Any, b: Any) -> Any:
     """Ceiling division `⌈a / b⌉` of integers or integer arrays.
 
-    >>> cdiv(9, 4)
-    3
-    >>> cdiv(jnp.array([0, 8, 9]), 4)
-    Array([0, 2, 3], dtype=int32)
+    Examples:
+        >>> cdiv(9, 4)
+        3
+        >>> cdiv(jnp.array([0, 8, 9]), 4)
+        Array([0, 2, 3], dtype=int32)
     """
     # not (a + b - 1) // b, which overflows near an integer type's end
     return -(-a // b)
@@ -38,8 +39,9 @@ def cdiv(a: Any, b: Any) -> Any:
 def prepare_lens(cu_seqlens: ArrayLike) -> jax.Array:
     """`[N]` lengths of the sequences.
 
-    >>> prepare_lens(jnp.array([0, 3, 5, 9]))
-    Array([3, 2, 4], dtype=int32)
+    Examples:
+        >>> prepare_lens(jnp.array([0, 3, 5, 9]))
+        Array([3, 2, 4], dtype=int32)
     """
     return jnp.diff(_checks.cu_seqlens(cu_seqlens))
 
@@ -47,8 +49,9 @@ def prepare_lens(cu_seqlens: ArrayLike) -> jax.Array:
 def prepare_lens_from_mask(mask: ArrayLike) -> jax.Array:
     """`[B]` int32: how many entries of each row of `mask [B, T]` are True.
 
-    >>> prepare_lens_from_mask(jnp.array([[True, True, False], [False, False, False]]))
-    Array([2, 0], dtype=int32)
+    Examples:
+        >>> prepare_lens_from_mask(jnp.array([[True, True, False], [False, False, False]]))
+        Array([2, 0], dtype=int32)
     """
     return jnp.sum(_checks.token_mask(mask), axis=1, dtype=jnp.int32)
 
@@ -56,8 +59,9 @@ def prepare_lens_from_mask(mask: ArrayLike) -> jax.Array:
 def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = jnp.int32) -> jax.Array:
     """`[B+1]` borders of the sequences left when each row of `mask [B, T]` keeps its True entries.
 
-    >>> prepare_cu_seqlens_from_mask(jnp.array([[True, True, False], [True, False, False]]))
-    Array([0, 2, 3], dtype=int32)
+    Examples:
+        >>> prepare_cu_seqlens_from_mask(jnp.array([[True, True, False], [True, False, False]]))
+        Array([0, 2, 3], dtype=int32)
     """
     out_dtype = _checks.integer_dtype("out_dtype", out_dtype)
     return _running_total(prepare_lens_from_mask(mask).astype(out_dtype))
@@ -69,10 +73,11 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = No
     `total_tokens` is the number of rows, `cu_seqlens[-1]` by default; a traced `cu_seqlens` needs it. Rows past the
     last sequence get id `N`.
 
-    >>> prepare_sequence_ids(jnp.array([0, 2, 2, 3]))
-    Array([0, 0, 2], dtype=int32)
-    >>> prepare_sequence_ids(jnp.array([0, 2, 2, 3]), total_tokens=5)
-    Array([0, 0, 2, 3, 3], dtype=int32)
+    Examples:
+        >>> prepare_sequence_ids(jnp.array([0, 2, 2, 3]))
+        Array([0, 0, 2], dtype=int32)
+        >>> prepare_sequence_ids(jnp.array([0, 2, 2, 3]), total_tokens=5)
+        Array([0, 0, 2, 3, 3], dtype=int32)
     """
     cu = _checks.cu_seqlens(cu_seqlens)
     return _owners(cu, _checks.static_total("total_tokens", total_tokens, cu_seqlens, np.sum))
@@ -84,8 +89,9 @@ def prepare_position_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = No
     `total_tokens` is as for `prepare_sequence_ids`; rows past the last sequence count up from 0, like one more
     sequence.
 
-    >>> prepare_position_ids(jnp.array([0, 3, 5, 9]))
-    Array([0, 1, 2, 0, 1, 0, 1, 2, 3], dtype=int32)
+    Examples:
+        >>> prepare_position_ids(jnp.array([0, 3, 5, 9]))
+        Array([0, 1, 2, 0, 1, 0, 1, 2, 3], dtype=int32)
     """
     return prepare_token_indices(cu_seqlens, total_tokens=total_tokens)[:, 1]
 
@@ -93,10 +99,11 @@ def prepare_position_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = No
 def prepare_token_indices(cu_seqlens: ArrayLike, *, total_tokens: int | None = None) -> jax.Array:
     """`[T, 2]` rows (sequence, position in it): `prepare_sequence_ids` beside `prepare_position_ids`.
 
-    >>> prepare_token_indices(jnp.array([0, 2, 3]))
-    Array([[0, 0],
-           [0, 1],
-           [1, 0]], dtype=int32)
+    Examples:
+        >>> prepare_token_indices(jnp.array([0, 2, 3]))
+        Array([[0, 0],
+               [0, 1],
+               [1, 0]], dtype=int32)
     """
     cu = _checks.cu_seqlens(cu_seqlens)
     return _rows(cu, _checks.static_total("total_tokens", total_tokens, cu_seqlens, np.sum))
@@ -105,8 +112,9 @@ def prepare_token_indices(cu_seqlens: ArrayLike, *, total_tokens: int | None = N
 def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> jax.Array:
     """`[N+1]` cumulative number of chunks: sequence `n` has chunks `offsets[n]` to `offsets[n+1]`.
 
-    >>> prepare_chunk_offsets(jnp.array([0, 3, 5, 9]), 2)
-    Array([0, 2, 3, 5], dtype=int32)
+    Examples:
+        >>> prepare_chunk_offsets(jnp.array([0, 3, 5, 9]), 2)
+        Array([0, 2, 3, 5], dtype=int32)
     """
     cu = _checks.cu_seqlens(cu_seqlens)
     return _chunk_offsets(cu, _checks.positive_int("chunk_size", chunk_size))
@@ -118,11 +126,12 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int, *, total_chunk
     `total_chunks` is the number of rows, the number of chunks by default; a traced `cu_seqlens` needs it, and
     `T // chunk_size + N` is always enough. Rows past the last chunk are (`N`, 0), (`N`, 1), ….
 
-    >>> prepare_chunk_indices(jnp.array([0, 3, 5]), 2, total_chunks=4)
-    Array([[0, 0],
-           [0, 1],
-           [1, 0],
-           [2, 0]], dtype=int32)
+    Examples:
+        >>> prepare_chunk_indices(jnp.array([0, 3, 5]), 2, total_chunks=4)
+        Array([[0, 0],
+               [0, 1],
+               [1, 0],
+               [2, 0]], dtype=int32)
     """
     offsets = prepare_chunk_offsets(cu_seqlens, chunk_size)
     total = _checks.static_total("total_chunks", total_chunks, cu_seqlens, lambda lens: cdiv(lens, chunk_size).sum())
@@ -136,9 +145,10 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]
     other than the argument's is passed on as it is: functions with a gradient rule of their own and the caller of
     `jax.grad` receive it, while most of JAX's own operations want a cotangent in their result's dtype and say so.
 
-    >>> half = identity_dtype_convert(jnp.bfloat16)
-    >>> jax.grad(lambda x: 3.0 * half(x))(jnp.float32(2.0)).dtype
-    dtype(bfloat16)
+    Examples:
+        >>> half = identity_dtype_convert(jnp.bfloat16)
+        >>> jax.grad(lambda x: 3.0 * half(x))(jnp.float32(2.0)).dtype
+        dtype(bfloat16)
     """
     dtype = _checks.floating_dtype("dtype", dtype)
 

@@ -1,0 +1,568 @@
+"""One table of wrong calls: what is changed of a good call, the error, and how its message begins."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ejkernel
+from ejkernel import parallel, xla_utils
+from ejkernel.kernels import _xla
+from ejkernel.xla_utils import cumsum
+
+Row = tuple[dict[str, Any], type[Exception], str]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A value that is known only when the compiled function runs."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Op:
+    """A function, a good call of it, and rows that spoil it; a message is a pattern that begins with the argument."""
+
+    call: Callable[..., Any]
+    good: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    arguments: tuple[str, ...] | None = None  # by default those of `call`
+
+    def names(self) -> tuple[str, ...]:
+        return self.arguments or tuple(inspect.signature(self.call).parameters)
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+X, ROW = ones(2, 6, 4, 8), ones(6, 4, 8)
+QKV = {"query": X, "key": X, "value": X}
+NAN, INF = float("nan"), float("inf")
+CU = np.array([0, 3, 6], np.int32)
+
+
+def packed(cu: Any, **changes: Any) -> dict[str, Any]:
+    return {"query": ROW, "key": ROW, "value": ROW, "cu_seqlens": cu, **changes}
+
+
+# rows for whatever takes an argument of the name
+SCALE = [
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str; expected a number"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale: got bool; expected a number"),
+    ({"softmax_scale": 1j}, TypeError, "softmax_scale: got complex; expected a number"),
+    ({"softmax_scale": NAN}, ValueError, "softmax_scale: got nan; expected a finite number"),
+    ({"softmax_scale": ones(8)}, ValueError, r"softmax_scale: got shape \(8,\); expected one number"),
+    ({"softmax_scale": np.array(1)}, TypeError, "softmax_scale: got dtype int"),
+]
+PLATFORM = [
+    ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; this op has .*'xla'"),
+    ({"platform": "vulkan"}, NotImplementedError, "platform: got 'vulkan'; this op has .*'xla'"),
+    ({"platform": 3}, ValueError, "platform: got 3; this op has"),
+]
+# rows for every front of the recurrence
+LINEAR = [
+    ({"query": ones(4, 8)}, ValueError, r"query: got shape \(4, 8\)"),
+    ({"query": None}, TypeError, "query: got NoneType; expected an array"),
+    ({"query": X.astype(np.int32)}, TypeError, "query: got dtype int32; expected a floating-point"),
+    ({"key": X[:, :5]}, ValueError, r"key: got shape \(2, 5, 4, 8\); expected .* T=6"),
+    ({"key": X[:, :, :3], "value": X[:, :, :3]}, ValueError, "key: got 3 heads; expected a divisor of .* 4"),
+    ({"value": X[:1]}, ValueError, r"value: got shape .* B=2"),
+    ({"initial_state": ones(3, 4, 8, 8)}, ValueError, "initial_state: got shape .* B=2"),
+    ({"initial_state": ones(2, 4, 8, 8, dtype=int)}, TypeError, "initial_state: got dtype int"),
+    ({"reverse": 1}, TypeError, "reverse: got int; expected True or False"),
+    ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2"),
+    ({"softmax_scale": [1.0]}, TypeError, "softmax_scale: got list; expected a number"),
+]
+RECURRENT = [
+    *LINEAR,
+    *SCALE,
+    *PLATFORM,
+    ({"platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: "),
+    ({"query": ones(2, 6, 8)}, ValueError, r"query: got shape \(2, 6, 8\); expected \[B, T, H, K\]"),
+    ({"query": ones(1, 2, 6, 4, 8)}, ValueError, r"query: got shape \(1, 2, 6, 4, 8\); expected \[B, T, H, K\]"),
+    ({"query": [[1.0]]}, TypeError, "query: got list; expected an array"),
+    ({"query": np.array(["a"])}, TypeError, "query: got dtype <U1; expected an array of numbers"),
+    ({"key": X[..., :7]}, ValueError, r"key: got shape .* K=8"),
+    ({"key": None}, TypeError, "key: got NoneType; expected an array"),
+    ({"key": X[:, :, :0], "value": X[:, :, :0]}, ValueError, "key: got 0 heads; expected a divisor"),
+    ({"value": X[:, :, :2]}, ValueError, r"value: got shape .* Hkv=4"),
+    ({"value": X.astype(np.complex64)}, TypeError, "value: got dtype complex64"),
+    ({"g": ones(2, 6, 4)}, ValueError, r"g: got shape \(2, 6, 4\); expected \[B, T, H, 1\|K\]"),
+    ({"g": ones(2, 6, 4, 5)}, ValueError, "g: got shape .* K=8"),
+    ({"g": X > 0}, TypeError, "g: got dtype bool"),
+    ({"g": -1.0}, TypeError, "g: got float; expected an array"),
+    ({"gk": X[:, :, :2]}, ValueError, "gk: got shape .* H=4"),
+    ({"gv": ones(2, 6, 4, 9)}, ValueError, "gv: got shape .* V=8"),
+    ({"g_gamma": ones(3)}, ValueError, r"g_gamma: got shape \(3,\); expected \[H\] with H=4"),
+    ({"g_gamma": ones(3, 4)}, ValueError, r"g_gamma: got shape \(3, 4\); expected \[1\|B, H\] with B=2"),
+    ({"g_gamma": [0.0] * 4}, TypeError, "g_gamma: got list; expected an array"),
+    ({"initial_state": ones(8, 8)}, ValueError, r"initial_state: got shape .* \[H, K, V\] or \[B, H, K, V\]"),
+    ({"reverse": None}, TypeError, "reverse: got NoneType; expected True or False"),
+    ({"reverse": Traced(True)}, TypeError, "reverse: got a traced value; expected True or False"),
+    (packed([1, 6]), ValueError, "cu_seqlens: got first value 1; expected 0"),
+    (packed([0, 4, 3]), ValueError, "cu_seqlens: got a decrease at index 2"),
+    (packed([0, 7]), ValueError, "cu_seqlens: got last value 7; expected at most the 6"),
+    (packed(CU[None]), ValueError, r"cu_seqlens: got shape \(1, 3\)"),
+    (packed(CU[:0]), ValueError, r"cu_seqlens: got shape \(0,\); expected \[N\+1\]"),
+    (packed(CU * 1.0), TypeError, "cu_seqlens: got dtype float"),
+    (packed(CU > 0), TypeError, "cu_seqlens: got dtype bool"),
+    (packed([0, None]), TypeError, "cu_seqlens: got dtype object"),
+    (packed("0 6"), TypeError, "cu_seqlens: got str; expected an array"),
+    (packed(CU, initial_state=ones(3, 4, 8, 8)), ValueError, "initial_state: got shape .* N=2"),
+    (packed(CU, g_gamma=ones(3, 4)), ValueError, "g_gamma: got shape .* N=2"),
+    (packed(CU, key=X), ValueError, r"key: got shape \(2, 6, 4, 8\); expected \[T, Hkv, K\]"),
+]
+LAYER_NUMBER = [
+    ({"layer_idx": "0"}, TypeError, "layer_idx: got str; expected a number"),
+    ({"layer_idx": None}, TypeError, "layer_idx: got NoneType; expected a number"),
+    ({"layer_idx": True}, TypeError, "layer_idx: got bool; expected a number"),
+    ({"layer_idx": np.arange(3)}, ValueError, r"layer_idx: got shape \(3,\); expected one number"),
+    ({"num_layers": 0}, ValueError, "num_layers: got 0; expected an int of at least 1"),
+    ({"num_layers": 1.5}, ValueError, "num_layers: got 1.5"),
+    ({"num_layers": True}, ValueError, "num_layers: got True"),
+    ({"num_layers": Traced(3)}, ValueError, "num_layers: got a traced value"),
+]
+HEAD_GATE = [
+    ({"g": ones(2, 6, 4, 1)}, ValueError, r"g: got shape .* \(2, 6, 4\)"),
+    ({"g": None}, TypeError, "g: got NoneType; expected an array"),
+    ({"g": ones(2, 6, 4, dtype=int)}, TypeError, "g: got dtype int"),
+]
+
+KV = ones(2, 7, 2, 8)
+DROP = {"deterministic": False, "dropout_prob": 0.5}
+WINDOW = [
+    ({"sliding_window": -1}, ValueError, "sliding_window: got -1; expected bounds of at least 0"),
+    ({"sliding_window": (3, -2)}, ValueError, "sliding_window: got -2"),
+    ({"sliding_window": (1, 2, 3)}, ValueError, r"sliding_window: got 3 bounds; expected one bound or \(left, right\)"),
+    ({"sliding_window": 1.5}, TypeError, "sliding_window: got float; expected an int"),
+    ({"sliding_window": True}, TypeError, "sliding_window: got bool; expected an int"),
+    ({"sliding_window": Traced(3)}, TypeError, "sliding_window: got a traced value"),
+    ({"causal": "yes"}, TypeError, "causal: got str; expected True or False"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: got 0.0; expected a number above 0"),
+    ({"logits_soft_cap": INF}, ValueError, "logits_soft_cap: got inf; expected a finite number"),
+    ({"logits_soft_cap": Traced(1.0)}, TypeError, "logits_soft_cap: got a traced value"),
+    ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
+    ({"softmax_dtype": "what"}, TypeError, "softmax_dtype: got 'what'; expected a floating-point dtype"),
+]
+ATTENTION = [
+    *SCALE,
+    *WINDOW,
+    ({"query": X[0]}, ValueError, r"query: got shape \(6, 4, 8\); expected \[B, S, H, D\]"),
+    ({"query": X.astype(np.int32)}, TypeError, "query: got dtype int32; expected a floating-point dtype"),
+    ({"value": KV.astype(np.complex64)}, TypeError, "value: got dtype complex64; expected a floating-point dtype"),
+    ({"key": [1.0]}, TypeError, "key: got list; expected an array"),
+    ({"key": KV[:1]}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected .* with B=2, D=8 \(B, D as in query\)"),
+    ({"key": KV[..., :4]}, ValueError, r"key: got shape \(2, 7, 2, 4\); expected .*D=8"),
+    ({"value": KV[:, :6]}, ValueError, r"value: got shape \(2, 6, 2, 8\); expected .*L=7"),
+    ({"value": KV[:, :, :1]}, ValueError, r"value: got shape \(2, 7, 1, 8\); expected .*Hkv=2"),
+    ({"query": X[:, :, :3]}, ValueError, "key: got 2 heads; expected a divisor of query's 3 heads"),
+    ({"attention_mask": ones(2, 1, 6, 7)}, TypeError, "attention_mask: got dtype float32; expected bool"),
+    ({"attention_mask": [[True]]}, TypeError, "attention_mask: got list; expected an array"),
+    ({"attention_mask": ones(6, 7, dtype=bool)}, ValueError, r"attention_mask: got shape \(6, 7\)"),
+    (
+        {"attention_mask": ones(2, 3, 6, 7, dtype=bool)},
+        ValueError,
+        r"attention_mask: got shape .*1\|H\|Hkv.*H=4, Hkv=2",
+    ),
+    ({"attention_mask": ones(2, 1, 7, 6, dtype=bool)}, ValueError, r"attention_mask: got shape .*S=6.*L=7"),
+    ({"bias": ones(2, 3, 6, 7)}, NotImplementedError, "bias: got 3 heads; expected 1, Hkv=2 or H=4"),
+    ({"bias": ones(2, 1, 6, 8)}, ValueError, r"bias: got shape \(2, 1, 6, 8\)"),
+    ({"bias": ones(2, 1, 6, 7, dtype=bool)}, TypeError, "bias: got dtype bool"),
+    ({"init_bias": 3}, TypeError, "init_bias: got int; expected a function"),
+    ({"init_bias": lambda: ones(2, 3, 6, 7)}, NotImplementedError, r"init_bias\(\): got 3 heads"),
+    ({"init_bias": lambda: None}, TypeError, r"init_bias\(\): got NoneType"),
+    ({"softmax_aux": ones(3, 2)}, ValueError, r"softmax_aux: got shape \(3, 2\); expected .*H=4, Hkv=2"),
+    ({"softmax_aux": ones(1, 4, 2)}, ValueError, r"softmax_aux: got shape \(1, 4, 2\); expected \[sinks\] or"),
+    ({"softmax_aux": ones(2, dtype=int)}, TypeError, "softmax_aux: got dtype int"),
+    ({"dropout_prob": 1.0}, ValueError, r"dropout_prob: got 1.0; expected a probability in \[0, 1\)"),
+    ({"dropout_prob": -0.1}, ValueError, "dropout_prob: got -0.1"),
+    ({"dropout_prob": NAN}, ValueError, "dropout_prob: got nan"),
+    ({"dropout_prob": "0.1"}, TypeError, "dropout_prob: got str; expected a number"),
+    (DROP, ValueError, "dropout_rng: got None; expected a key"),
+    ({**DROP, "dropout_rng": 3}, TypeError, "dropout_rng: got int; expected an array"),
+    ({**DROP, "dropout_rng": ones(2)}, TypeError, "dropout_rng: got dtype float"),
+    ({**DROP, "dropout_rng": np.zeros((3, 2), np.uint32)}, ValueError, r"dropout_rng: got shape \(3, 2\)"),
+    ({"deterministic": 1}, TypeError, "deterministic: got int; expected True or False"),
+]
+Q1, KV1, CU_KV = X[:1], KV[:1], np.array([0, 2, 6])
+FLASH = [
+    *PLATFORM,
+    *WINDOW,
+    ({"query": Q1[0]}, ValueError, r"query: got shape \(6, 4, 8\); expected \[B, S, H, D\]"),
+    ({"cu_seqlens": CU + 1}, ValueError, "cu_seqlens: got first value 1; expected 0"),
+    ({"cu_seqlens": [0, 9]}, ValueError, "cu_seqlens: got last value 9; expected at most the 6 tokens"),
+    ({"cu_seqlens": CU * 1.0}, TypeError, "cu_seqlens: got dtype float"),
+    ({"cu_seqlens": CU, "cu_seqlens_kv": CU_KV[::-1] - 6}, ValueError, "cu_seqlens_kv: got a decrease at index 1"),
+    ({"cu_seqlens": CU, "cu_seqlens_kv": CU_KV[:2]}, ValueError, "cu_seqlens_kv: got 1 sequences; expected the 2"),
+    ({"cu_seqlens": CU, "cu_seqlens_kv": CU * 1.0}, TypeError, "cu_seqlens_kv: got dtype float"),
+    ({"cu_seqlens_kv": CU}, ValueError, "cu_seqlens_kv: got borders of keys alone; expected cu_seqlens beside it"),
+    ({"cu_seqlens": CU, "query": X}, ValueError, r"query: got shape \(2, 6, 4, 8\); expected \[1, S"),
+    ({"cu_seqlens": CU, "query": [1.0]}, TypeError, "query: got list; expected an array"),
+    ({"cu_seqlens": CU, "query": ROW}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected rank 3"),
+    (packed(CU, value=X), ValueError, r"value: got shape \(2, 6, 4, 8\); expected \[tokens, heads, dim\]"),
+    ({"query_offset": 1.5}, TypeError, "query_offset: got float; expected an array"),
+    ({"query_offset": True}, TypeError, "query_offset: got bool; expected an array"),
+    ({"query_offset": ones(1)}, TypeError, "query_offset: got dtype float32; expected an integer dtype"),
+    ({"query_offset": np.zeros(3, int)}, ValueError, r"query_offset: got shape \(3,\); expected one int, or \[1\]"),
+    ({"return_lse": 1}, TypeError, "return_lse: got int; expected True or False"),
+    ({"block_sizes": (0, 4)}, ValueError, "block_sizes: got 0; expected an int of at least 1"),
+    ({"block_sizes": (True, 4)}, ValueError, "block_sizes: got True; expected an int of at least 1"),
+    ({"block_sizes": 4}, ValueError, r"block_sizes: got 4; expected \(queries, keys\)"),
+]
+
+SHAPES = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (X, X, X[:1])]
+G = ones(2, 6, 3)
+SUM = [
+    *SCALE,
+    ({"reverse": 1}, TypeError, "reverse: got int; expected True or False"),
+    ({"reverse": Traced(True)}, TypeError, "reverse: got a traced value; expected True or False"),
+    ({"head_first": "no"}, TypeError, "head_first: got str; expected True or False"),
+    ({"output_dtype": int}, TypeError, "output_dtype: got int64; expected a floating"),
+    ({"output_dtype": "what"}, TypeError, "output_dtype: got 'what'; expected a floating"),
+]
+CHUNK = [
+    *[
+        ({"chunk_size": size}, ValueError, f"chunk_size: got {size}; expected a power of two")
+        for size in (0, -4, 3, 12, 4.0, True, None)
+    ],
+    ({"chunk_size": Traced(4)}, ValueError, "chunk_size: got a traced value; expected a power of two"),
+]
+LOCAL = [
+    *SUM,
+    *CHUNK,
+    ({"g": G[0]}, ValueError, r"g: got shape \(6, 3\); expected \[B, T, H\] or \[B, T, H, S\]"),
+    ({"g": G.astype(int)}, TypeError, "g: got dtype int.*; expected a floating-point dtype"),
+    ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
+    ({"cu_seqlens": Traced(CU)}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
+    ({"g": G[:1], "cu_seqlens": -CU}, ValueError, "cu_seqlens: got a decrease at index 1"),
+    ({"g": G[:1], "cu_seqlens": CU[None]}, ValueError, r"cu_seqlens: got shape \(1, 3\)"),
+    ({"g": G[:1], "cu_seqlens": 6}, TypeError, "cu_seqlens: got int; expected an array"),
+    ({"g": G[:1], "cu_seqlens": CU * 1.0}, TypeError, "cu_seqlens: got dtype float"),
+]
+GLOBAL = [
+    *SUM,
+    ({"s": G[0, 0]}, ValueError, r"s: got shape \(3,\); expected \[B, T, H\] or \[B, T, H, S\]"),
+    (
+        {"s": G[None, None], "head_first": True},
+        ValueError,
+        r"s: got shape \(1, 1, 2, 6, 3\); expected \[B, H, T\] or \[B, H, T, S\]",
+    ),
+    ({"s": G > 0}, TypeError, "s: got dtype bool; expected a floating-point dtype"),
+    ({"s": G + 1j}, TypeError, "s: got dtype complex64; expected a floating-point dtype"),
+    ({"s": [[[1.0]]]}, TypeError, "s: got list; expected an array"),
+    ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
+    ({"s": G[:1], "cu_seqlens": CU + 1}, ValueError, "cu_seqlens: got first value 1; expected 0"),
+    ({"s": G[:1], "cu_seqlens": CU * 2}, ValueError, "cu_seqlens: got last value 12; .* the 6 tokens"),
+]
+MASK = ones(2, 3, dtype=bool)
+TOTAL = [
+    ({"cu_seqlens": CU + 1}, ValueError, "cu_seqlens: got first value 1; expected 0"),
+    ({"cu_seqlens": CU[::-1] - 6}, ValueError, "cu_seqlens: got first value|cu_seqlens: got a decrease"),
+    ({"total_tokens": 4}, ValueError, "total_tokens: got 4; expected at least the 6"),
+    ({"total_tokens": -1}, ValueError, "total_tokens: got -1; expected an int of"),
+    ({"total_tokens": 6.0}, ValueError, "total_tokens: got 6.0; expected an int of"),
+    ({"total_tokens": True}, ValueError, "total_tokens: got True; expected an int of"),
+    (
+        {"cu_seqlens": Traced(CU)},
+        ValueError,
+        "total_tokens: got None with a traced cu_seqlens; expected total_tokens=, the number of tokens known",
+    ),
+]
+CHUNK_SIZE = [
+    ({"chunk_size": 0}, ValueError, "chunk_size: got 0; expected an int of at least 1"),
+    ({"chunk_size": -2}, ValueError, "chunk_size: got -2; expected an int of at least 1"),
+    ({"chunk_size": 2.0}, ValueError, "chunk_size: got 2.0; expected an int of at least 1"),
+    ({"chunk_size": Traced(2)}, ValueError, "chunk_size: got a traced value; expected an int of at least 1"),
+]
+
+MESH = {"axis_name": "time", "mesh": jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))}
+ALONG = [
+    ({"mesh": 3}, TypeError, "mesh: got int; expected a jax.sharding.Mesh"),
+    ({"axis_name": "space"}, ValueError, "axis_name: got 'space'; expected one of the mesh's axes"),
+    ({"axis_name": None}, TypeError, "axis_name: got NoneType; expected the name of a mesh axis"),
+    ({"mesh": None}, ValueError, "axis_name: got 'time'; expected an axis of the shard_map around this call"),
+    ({"mesh": None, "axis_name": 3}, TypeError, "axis_name: got int; expected the name of a mesh axis"),
+]
+
+
+# the other fronts there hand their options on
+SLICED = tuple(inspect.signature(parallel.recurrent).parameters)
+
+
+def without(rows: list[Row], *names: str) -> list[Row]:
+    return [row for row in rows if not set(row[0]) & set(names)]
+
+
+OPS = {
+    "recurrent": Op(ejkernel.recurrent, QKV, RECURRENT),
+    "recurrent_gla": Op(ejkernel.recurrent_gla, QKV | {"g": X}, LINEAR),
+    "simple_gla": Op(ejkernel.simple_gla, QKV | {"g": ones(2, 6, 4)}, [*without(LINEAR, "query"), *HEAD_GATE]),
+    "retention": Op(ejkernel.retention, QKV, LINEAR),
+    "lightning_attn": Op(ejkernel.lightning_attn, QKV | {"layer_idx": 1, "num_layers": 3}, [*LINEAR, *LAYER_NUMBER]),
+    "linear_attention": Op(ejkernel.linear_attention, QKV, [*LINEAR, *PLATFORM]),
+    "attention": Op(
+        ejkernel.attention,
+        {"query": X, "key": KV, "value": KV},
+        [*ATTENTION, *PLATFORM, ({"platform": "triton"}, ValueError, "platform: got 'triton'; this op has 'xla'")],
+    ),
+    "flash_attention": Op(ejkernel.flash_attention, {"query": Q1, "key": KV1, "value": KV1}, FLASH),
+    "pinned recurrent": Op(
+        _xla.recurrent,
+        QKV,
+        [
+            *LINEAR[:3],
+            ({"platform": "xla"}, TypeError, r"recurrent\(\) here always runs 'xla'; use ejkernel.recurrent to choose"),
+        ],
+        arguments=("query", "recurrent() here always runs 'xla'; use ejkernel.recurrent to choose"),
+    ),
+    "pinned recurrent_gla": Op(_xla.recurrent_gla, QKV, LINEAR[3:6]),
+    "pinned attention": Op(
+        _xla.attention,
+        {"query": X, "key": KV, "value": KV},
+        [({"platform": "xla"}, TypeError, r"attention\(\) here always runs 'xla'; use ejkernel.attention to choose")],
+        arguments=("attention() here always runs 'xla'; use ejkernel.attention to choose",),
+    ),
+    "explain": Op(
+        lambda op, query, key, value: str(ejkernel.explain(op, query, key, value)),
+        {"op": ejkernel.recurrent, "query": SHAPES[0], "key": SHAPES[1], "value": X},
+        [
+            ({"op": 3}, TypeError, "op: got int; expected one of this library's ops"),
+            ({"op": lambda *_: 0}, ValueError, "op: got .* which calls no op of this library"),
+            ({"value": SHAPES[2]}, ValueError, r"value: got shape \(1, 6, 4, 8\)"),
+            ({"query": None}, TypeError, "query: got NoneType; expected an array"),
+        ],
+    ),
+    "chunk_local_cumsum": Op(xla_utils.chunk_local_cumsum, {"g": G, "chunk_size": 4}, LOCAL),
+    "chunk_global_cumsum": Op(xla_utils.chunk_global_cumsum, {"s": G}, GLOBAL),
+    "chunk_local_cumsum_scalar": Op(
+        cumsum.chunk_local_cumsum_scalar,
+        {"g": G, "chunk_size": 4},
+        [*CHUNK[:2], ({"g": G[None]}, ValueError, r"g: got shape .*; expected \[B, T, H\]$")],
+    ),
+    "chunk_local_cumsum_vector": Op(
+        cumsum.chunk_local_cumsum_vector,
+        {"g": G[..., None], "chunk_size": 4},
+        [*CHUNK[:2], ({"g": G}, ValueError, r"g: got shape \(2, 6, 3\); expected \[B, T, H, S\]$")],
+    ),
+    "chunk_global_cumsum_scalar": Op(
+        cumsum.chunk_global_cumsum_scalar,
+        {"s": G},
+        [
+            ({"s": G[None]}, ValueError, r"s: got shape .*; expected \[B, T, H\]$"),
+            ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
+        ],
+    ),
+    "chunk_global_cumsum_vector": Op(
+        cumsum.chunk_global_cumsum_vector,
+        {"s": G[..., None]},
+        [({"s": G}, ValueError, r"s: got shape \(2, 6, 3\); expected \[B, T, H, S\]$")],
+    ),
+    "prepare_lens": Op(
+        xla_utils.prepare_lens,
+        {"cu_seqlens": CU},
+        [
+            ({"cu_seqlens": 3}, TypeError, "cu_seqlens: got int; expected an array"),
+            ({"cu_seqlens": [0, "a"]}, TypeError, "cu_seqlens: got dtype .* expected an array of numbers"),
+            ({"cu_seqlens": CU * 1.0}, TypeError, "cu_seqlens: got dtype float.*; expected int32 or int64"),
+            ({"cu_seqlens": CU[None]}, ValueError, r"cu_seqlens: got shape \(1, 3\); expected \[N\+1\]"),
+            ({"cu_seqlens": CU[:0]}, ValueError, r"cu_seqlens: got shape \(0,\); expected \[N\+1\]"),
+        ],
+    ),
+    "prepare_sequence_ids": Op(xla_utils.prepare_sequence_ids, {"cu_seqlens": CU}, TOTAL),
+    "prepare_position_ids": Op(xla_utils.prepare_position_ids, {"cu_seqlens": CU}, TOTAL),
+    "prepare_token_indices": Op(xla_utils.prepare_token_indices, {"cu_seqlens": CU}, TOTAL),
+    "prepare_chunk_offsets": Op(xla_utils.prepare_chunk_offsets, {"cu_seqlens": CU, "chunk_size": 2}, CHUNK_SIZE),
+    "prepare_chunk_indices": Op(
+        xla_utils.prepare_chunk_indices,
+        {"cu_seqlens": CU, "chunk_size": 2},
+        [
+            *CHUNK_SIZE,
+            ({"total_chunks": 2}, ValueError, "total_chunks: got 2; expected at least the 4"),
+            ({"total_chunks": "4"}, ValueError, "total_chunks: got '4'; expected an int of"),
+            (
+                {"cu_seqlens": Traced(CU)},
+                ValueError,
+                "total_chunks: got None with a traced cu_seqlens; expected total_chunks=, the number of chunks known",
+            ),
+        ],
+    ),
+    "prepare_lens_from_mask": Op(
+        xla_utils.prepare_lens_from_mask,
+        {"mask": MASK},
+        [
+            ({"mask": MASK[0]}, ValueError, r"mask: got shape \(3,\); expected \[B, T\]"),
+            ({"mask": MASK * 1.0}, TypeError, "mask: got dtype float.*; expected bool"),
+            ({"mask": [[True]]}, TypeError, "mask: got list; expected an array"),
+        ],
+    ),
+    "prepare_cu_seqlens_from_mask": Op(
+        xla_utils.prepare_cu_seqlens_from_mask,
+        {"mask": MASK},
+        [
+            ({"mask": None}, TypeError, "mask: got NoneType; expected an array"),
+            ({"out_dtype": jnp.float32}, TypeError, "out_dtype: got float32; expected an integer dtype"),
+            ({"out_dtype": "what"}, TypeError, "out_dtype: got 'what'; expected an integer dtype"),
+            ({"out_dtype": None}, TypeError, "out_dtype: got None; expected an integer dtype"),
+        ],
+    ),
+    "identity_dtype_convert": Op(
+        lambda dtype: xla_utils.identity_dtype_convert(dtype)(X),
+        {"dtype": np.float16},
+        [
+            ({"dtype": jnp.int32}, TypeError, "dtype: got int32; expected a floating-point dtype"),
+            ({"dtype": "what"}, TypeError, "dtype: got 'what'; expected a floating-point dtype"),
+            ({"dtype": None}, TypeError, "dtype: got None; expected a floating-point dtype"),
+        ],
+    ),
+    "parallel.recurrent": Op(
+        parallel.recurrent,
+        QKV | MESH,
+        [
+            *LINEAR,
+            *ALONG,
+            *SCALE,
+            ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; this op has"),
+            ({"initial_state": ones(8, 8)}, ValueError, r"initial_state: got shape \(8, 8\)"),
+            ({"g": ones(6)}, ValueError, r"g: got shape \(6,\); expected"),
+            (packed([0, 5, 3]), ValueError, "cu_seqlens: got a decrease at index 2"),
+            (packed(np.array([0, 9])), ValueError, "cu_seqlens: got last value 9; expected at most the 6"),
+            (packed(CU * 1.0), TypeError, "cu_seqlens: got dtype float"),
+            (packed(CU, query=None), TypeError, "query: got NoneType; expected an array"),
+        ],
+    ),
+    "parallel.recurrent_gla": Op(parallel.recurrent_gla, QKV | MESH, [*LINEAR[:6], *ALONG], SLICED),
+    "parallel.simple_gla": Op(parallel.simple_gla, QKV | MESH | {"g": ones(2, 6, 4)}, [*HEAD_GATE, *ALONG], SLICED),
+    "parallel.retention": Op(parallel.retention, QKV | MESH, LINEAR[:6], SLICED),
+    "parallel.linear_attention": Op(parallel.linear_attention, QKV | MESH, LINEAR[:6], SLICED),
+    "parallel.lightning_attn": Op(
+        parallel.lightning_attn, QKV | MESH | {"layer_idx": 1, "num_layers": 3}, LAYER_NUMBER
+    ),
+    "parallel.flash_attention": Op(
+        parallel.flash_attention,
+        QKV | MESH,
+        [
+            *ALONG,
+            *SCALE,
+            *WINDOW,
+            ({"layout": "striped"}, ValueError, "layout: got 'striped'; expected 'contiguous' or 'balanced'"),
+            ({"layout": 3}, ValueError, "layout: got 3; expected 'contiguous' or 'balanced'"),
+            ({"query": [1.0]}, TypeError, "query: got list; expected an array"),
+            ({"key": X[:1]}, ValueError, r"key: got shape \(1, 6, 4, 8\); expected .* B=2"),
+            ({"softmax_aux": ones(3, 2)}, ValueError, r"softmax_aux: got shape \(3, 2\)"),
+            ({"cu_seqlens_kv": CU}, ValueError, "cu_seqlens_kv: got borders of keys alone"),
+            (packed([0, 9]), ValueError, "cu_seqlens: got last value 9; expected at most the 6"),
+        ],
+    ),
+    "parallel.to_balanced": Op(
+        parallel.to_balanced,
+        {"x": X, "devices": 3},
+        [
+            ({"x": [1.0]}, TypeError, "x: got list; expected an array"),
+            ({"x": X[:, :5]}, ValueError, "x: got 5 tokens; expected a multiple of 6, twice the 3 devices"),
+            ({"devices": 0}, ValueError, "devices: got 0; expected an int of at least 1"),
+            ({"devices": 1.0}, ValueError, "devices: got 1.0; expected an int of at least 1"),
+            ({"axis": 4}, ValueError, "axis: got 4; expected an axis of an array of rank 4"),
+            ({"axis": True}, ValueError, "axis: got True; expected an axis"),
+        ],
+    ),
+    "parallel.from_balanced": Op(
+        parallel.from_balanced,
+        {"x": X, "devices": 3},
+        [({"axis": -5}, ValueError, "axis: got -5; expected an axis of an array of rank 4")],
+    ),
+}
+
+
+def layer_ops() -> dict[str, Op]:
+    """The layers, made and called; `pip install ejkernel[layers]`."""
+    from flax import nnx
+
+    from ejkernel import layers
+
+    def gated(x, state=None, cu_seqlens=None, width=8, heads=2, **options):
+        return layers.GatedLinearAttention(width, heads, **options, rngs=nnx.Rngs(0))(x, state, cu_seqlens)
+
+    def retention(x, state=None, cu_seqlens=None, width=8, heads=2, **options):
+        return layers.Retention(width, heads, **options, rngs=nnx.Rngs(0))(x, state, cu_seqlens)
+
+    def lightning(x, layer_idx=1, num_layers=3):
+        return layers.LightningAttention(8, 2, layer_idx=layer_idx, num_layers=num_layers, rngs=nnx.Rngs(0))(x)
+
+    def softmax(x, cache=None, cu_seqlens=None, width=8, heads=2, kv_heads=None):
+        return layers.MultiHeadAttention(width, heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))(x, cache, cu_seqlens)
+
+    def empty_cache(batch, capacity):
+        return layers.MultiHeadAttention(8, 2, rngs=nnx.Rngs(0)).empty_cache(batch, capacity)
+
+    x = ones(2, 3, 8)
+    inputs = [
+        ({"x": [1.0]}, TypeError, "x: got list; expected an array"),
+        ({"x": x.astype(int)}, TypeError, "x: got dtype int"),
+        ({"x": ones(2, 3, 7)}, ValueError, r"x: got shape \(2, 3, 7\); expected \[B, T, width\] with width=8"),
+        ({"x": x[0]}, ValueError, r"x: got shape \(3, 8\); expected \[B, T, width\]"),
+        ({"cu_seqlens": np.array([0, 3])}, ValueError, r"x: got shape \(2, 3, 8\); expected \[1, T, width\]"),
+        (
+            {"x": x[0], "cu_seqlens": np.array([0, 4])},
+            ValueError,
+            "cu_seqlens: got last value 4; expected at most the 3",
+        ),
+    ]
+    sizes = [
+        ({"heads": 0}, ValueError, "heads: got 0; expected an int of at least 1"),
+        ({"heads": 2.0}, ValueError, "heads: got 2.0; expected an int of at least 1"),
+        ({"heads": True}, ValueError, "heads: got True; expected an int of at least 1"),
+        ({"width": -8}, ValueError, "width: got -8; expected an int of at least 1"),
+    ]
+    cache = empty_cache(2, 2)
+    rows = {
+        "GatedLinearAttention": [
+            ({"key_width": 9}, ValueError, "key_width: got 9; expected a multiple of the 2 heads"),
+            ({"value_width": 0}, ValueError, "value_width: got 0; expected an int of at least 1"),
+            ({"window": 0}, ValueError, "window: got 0; expected an int of at least 1"),
+            ({"gate_rank": 0}, ValueError, "gate_rank: got 0; expected an int of at least 1"),
+            ({"memory": (0, 8)}, ValueError, "memory: got 0.0; expected a number above 0"),
+            ({"memory": 8}, ValueError, r"memory: got 8; expected \(shortest, longest\), in tokens"),
+            ({"state": ones(2, 2, 4, 4)}, TypeError, "state: got ndarray; expected the GatedState of an earlier call"),
+        ],
+        "Retention": [({"state": ones(3, 2, 4, 4)}, ValueError, "initial_state: got shape .* B=2")],
+        "MultiHeadAttention": [
+            ({"kv_heads": 3}, ValueError, "kv_heads: got 3; expected a divisor of the 2 heads"),
+            ({"kv_heads": 0}, ValueError, "kv_heads: got 0; expected an int of at least 1"),
+            ({"width": 6, "x": ones(2, 3, 6)}, ValueError, "width: got 6; expected an even width per head"),
+            ({"cache": 3}, TypeError, "cache: got int; expected what empty_cache"),
+            ({"cache": cache}, ValueError, "x: got 3 tokens; expected at most the 2 that the cache has room for"),
+            ({"cache": cache, "x": x[:1, :1]}, ValueError, "cache: got one for 2 sequences; expected one for the 1"),
+            (
+                {"cache": cache, "x": x[0], "cu_seqlens": np.array([0, 3])},
+                ValueError,
+                "cache: got one together with cu_seqlens; expected one of them",
+            ),
+        ],
+        "empty_cache": [
+            ({"batch": 0}, ValueError, "batch: got 0; expected an int of at least 1"),
+            ({"capacity": -1}, ValueError, "capacity: got -1; expected an int of at least 1"),
+        ],
+    }
+    calls = {"GatedLinearAttention": gated, "Retention": retention, "MultiHeadAttention": softmax}
+    more = ("key_width", "value_width", "window", "gate_rank", "memory", "initial_state")
+    found = {
+        f"layers.{name}": Op(
+            call, {"x": x}, [*inputs, *sizes, *rows[name]], (*inspect.signature(call).parameters, *more)
+        )
+        for name, call in calls.items()
+    }
+    found["layers.LightningAttention"] = Op(lightning, {"x": x}, LAYER_NUMBER[:7])
+    found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"])
+    return found
+
+
+if importlib.util.find_spec("flax"):
+    OPS |= layer_ops()
+CASES = [(name, *row) for name, op in OPS.items() for row in op.rows]
