@@ -67,7 +67,7 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     scores, since, until, _ = _scores(chunk, einsum)
     within = einsum("...ts,...sv->...tv", scores, v)
     written = einsum("...tk,...tv->...kv", k * until, v)
-    kept = since[..., -1, :, None]
+    kept = total_decay(chunk.log_decay)[..., None]
     if since.shape[-1] == 1:  # weighs what is read, which costs a pass less than weighing the queries
         return Effect(q, since, within, kept, written)
     return Effect(q * since, None, within, kept, written)
@@ -81,7 +81,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.A
     dq_state = einsum("...tv,...kv->...tk", do, state) * since
     dk_state = einsum("...tv,...kv->...tk", v, d_state) * until
     dv = einsum("...ts,...tv->...sv", scores, do) + einsum("...tk,...kv->...tv", k * until, d_state)
-    total = since[..., -1, :, None]
+    total = total_decay(chunk.log_decay)[..., None]
     d_start = total * d_state + einsum("...tk,...tv->...kv", q * since, do)
     da = None
     if chunk.log_decay is not None:
@@ -91,6 +91,14 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.A
             da = da.sum(-1, keepdims=True)
     own = (do * v).sum(-1, keepdims=True)
     return Gradients(dq_pairs + dq_state + own * k, dk_pairs + dk_state + own * q, dv, da, None, d_start)
+
+
+def total_decay(log_decay: jax.Array | None) -> jax.Array:
+    """From a chunk's start to its end, `[B, H, 1 or K]`.
+
+    By a sum: a product of factors just below 1 is rounded down each time, and a state meets thousands of these totals.
+    """
+    return jnp.ones((1, 1, 1), np.float32) if log_decay is None else jnp.exp(log_decay.sum(-2))
 
 
 def gate_gradient(arriving: jax.Array, leaving: jax.Array, through: jax.Array, einsum: Einsum) -> jax.Array:

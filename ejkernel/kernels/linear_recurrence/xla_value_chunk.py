@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.linear_recurrence.xla_blocks import Decays, all_decays, halves, in_first, in_second
-from ejkernel.kernels.linear_recurrence.xla_chunk import Chunk, Effect, Einsum, Gradients, gate_gradient
+from ejkernel.kernels.linear_recurrence.xla_chunk import Chunk, Effect, Einsum, Gradients, gate_gradient, total_decay
 
 
 def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
@@ -17,6 +17,10 @@ def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
     if log_decay is None:
         log_decay = jnp.zeros((*chunk.query.shape[:3], 1), chunk.query.dtype)
     return all_decays(log_decay, 1), all_decays(chunk.value_log_decay, 1)
+
+
+def _total_decay(chunk: Chunk) -> jax.Array:
+    return total_decay(chunk.log_decay)[..., :, None] * total_decay(chunk.value_log_decay)[..., None, :]
 
 
 def effect(chunk: Chunk, einsum: Einsum) -> Effect:
@@ -33,8 +37,7 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
         within = within + in_second(einsum("...ts,...sv->...tv", scores, values)) * by_value[size].since
     a, b = by_key[C], by_value[C]
     written = einsum("...tk,...tv->...kv", k * a.until, v * b.until)
-    kept = a.since[..., -1, :, None] * b.since[..., -1, None, :]
-    return Effect(q * a.since, b.since, within, kept, written)
+    return Effect(q * a.since, b.since, within, _total_decay(chunk), written)
 
 
 def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:
@@ -61,7 +64,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.A
     dk_state = einsum("...tv,...kv->...tk", v * b.until, d_state) * a.until
     dv_state = einsum("...tk,...kv->...tv", k * a.until, d_state) * b.until
     output = output + einsum("...tk,...kv->...tv", q * a.since, state) * b.since
-    total = a.since[..., -1, :, None] * b.since[..., -1, None, :]
+    total = _total_decay(chunk)
     d_start = total * d_state + einsum("...tk,...tv->...kv", q * a.since, do * b.since)
     through = total * state * d_state
     da = None
