@@ -1,6 +1,7 @@
-"""The recurrence's Triton kernels on one NVIDIA GPU: times, memory floors and errors, checked on a slice of each row.
+r"""The recurrence's Triton kernels on one NVIDIA GPU: times, memory floors and errors, checked on a slice of each row.
 
-python -m benchmarks.gpu_linear_recurrence --json benchmarks/results/linear_recurrence_h200.json [--fla] [row ...]
+python -m benchmarks.gpu_linear_recurrence --json benchmarks/results/linear_recurrence_h200.json \
+    [--svg FILE] [--fla] [row ...]
 """
 
 import argparse
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import Row
+from ejkernel import _drawing
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton_gpu, xla
 from ejkernel.kernels.linear_recurrence._call import Call
@@ -230,6 +232,32 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / median * 1e3
 
 
+def launch_overhead() -> dict[str, float]:
+    """Microseconds a call under `jit` of one kernel with next to no work, and of the least XLA can be asked for."""
+    work = Work("tiny", decay="none", B=1, T=16, H=1, K=16, V=16)
+    arrays = inputs(work, 0)
+    kernel, _ = clock(jax.jit(program(work, triton_gpu.run, work.call)), [arrays])
+    add, _ = clock(jax.jit(lambda x: x + 1), [arrays[:1]])
+    return {"triton": round(kernel * 1e3, 1), "xla": round(add * 1e3, 1)}
+
+
+def draw(rows: list[dict[str, Any]]) -> str:
+    """The rows with a bar, as a picture."""
+    rows = [row for row in rows if row.get("bar_ms")]
+    names = {"this library": "ms", "asked for": "bar_ms", "fla 0.6.0": "fla_ms", "memory floor": "floor_ms"}
+    curves = {name: [(i, row[key]) for i, row in enumerate(rows) if row[key]] for name, key in names.items()}
+    short = {"-backward": " +bwd", "-unscaled": " mild", "-learned": " learnt"}
+    marks = {}
+    for i, row in enumerate(rows):
+        for word, instead in short.items():
+            row = {**row, "name": row["name"].replace(word, instead)}
+        marks[float(i)] = row["name"]
+    size = (90 * len(rows), 420)
+    return _drawing.plot(
+        "Gated linear recurrence, one H200", "", "ms", curves, log_y=True, size=size, x_marks=marks, themed=True
+    )
+
+
 def fla_times() -> dict[str, float]:
     """flash-linear-attention on the same shapes, by CUDA events, where it and PyTorch are installed."""
     import torch
@@ -271,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the rows that have a bar")
     parser.add_argument("--fla", action="store_true", help="time flash-linear-attention in the same run")
     arguments = parser.parse_args()
     import jax_triton
@@ -283,6 +312,7 @@ def main() -> None:
         "triton": triton.__version__,
         "jax_triton": jax_triton.__version__,
         "copy_bandwidth_tb_s": round(bandwidth / 1e12, 3),
+        "launch_us": launch_overhead(),
         "rows": [],
     }
     for work in WORKS:
@@ -300,6 +330,8 @@ def main() -> None:
         print(report["fla_ms"])
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    if arguments.svg:
+        arguments.svg.write_text(draw(report["rows"]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ FRONTS = (
     "g mixed",
     "g mixed reverse packed",
     "g packed empty",
-    "one token",
+    "one token reset",
+    "one token no state",
 )
 GRADIENTS = {"other": 1e-2}
 TOLERANCE = {"bfloat16": GRADIENTS, "float16": GRADIENTS, "float32": {"other": 1e-5}}

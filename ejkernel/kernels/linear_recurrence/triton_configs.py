@@ -47,8 +47,8 @@ MEMORY = {80: MEDIUM, 87: MEDIUM, 90: LARGE, 100: LARGE, 103: LARGE}
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16, by the padded dim of the state's columns
     LARGE: {
-        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1), _STEP, 132),
-        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 264),
+        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(32, 4, 1), _STEP, 132),
+        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 4, 1), _STEP, 264),
     },
     MEDIUM: {
         128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(32, 4, 1), _STEP, 216),

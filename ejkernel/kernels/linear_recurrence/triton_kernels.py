@@ -95,18 +95,33 @@ def load_rows(
 
 
 @triton.jit
+def load_weights(p_weight, i_chunk, o_r, C: tl.constexpr):
+    """A chunk's rows: weights towards its end and towards its start, and sums of gates, whole and fractional."""
+    # a tile of all four is large enough for the compiler to fetch it ahead of its chunk, as one of them is not
+    o_pair = tl.arange(0, 2)
+    p_tile = p_weight + i_chunk * (4 * C) + o_r[:, None, None] * 4 + o_pair[None, :, None] * 2 + o_pair[None, None, :]
+    b_weight, b_sum = tl.split(tl.load(p_tile))
+    b_near, b_far = tl.split(b_weight)
+    b_whole, b_part = tl.split(b_sum)
+    return b_near, b_far, b_whole, b_part
+
+
+@triton.jit
 def walk(
     p_x,
     p_y,
     p_z,
     p_w,
     p_gate,
-    p_piece,
-    p_sum,
+    p_weight,
     p_factor,
     p_flag,
     p_score,
     p_start,
+    p_out_in,
+    p_last_in,
+    p_rowdot_in,
+    p_border_in,
     p_cu,
     p_owner,
     T,
@@ -142,6 +157,7 @@ def walk(
     OUTPUT: tl.constexpr,
     SCORES: tl.constexpr,
     LAST: tl.constexpr,
+    STRONG: tl.constexpr,
     ROWDOT: tl.constexpr,
     BORDER: tl.constexpr,
     WIDE: tl.constexpr,
@@ -152,6 +168,8 @@ def walk(
     The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
     the kernels that fold gates lay down. With OUTPUT off only a segment's own state and whole decay are computed.
     BORDER stores the state at the later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
+    Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
+    chunk is flagged. What strong gates need would take the registers of the common case.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = BX != DX
@@ -167,6 +185,10 @@ def walk(
     n_chunks = tl.cdiv(n_rows, C)
     i_from = i_j * (L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
+    if not OUTPUT:
+        # nobody starts from where a sequence ends
+        if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
+            return
 
     o_r = tl.arange(0, C)
     o_x = tl.arange(0, BX)
@@ -194,10 +216,13 @@ def walk(
         b_write = tl.exp2(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)))
         b_through = tl.exp2(b_gate * C)
     if DECAY == HEAD:
-        o_piece = tl.arange(0, 16)
-        o_pick = o_piece[None, :] + 0 * o_z[:, None]
-        b_each = tl.where(o_pick < 3, 1.0, 0.0).to(tl.bfloat16)
-        b_third = tl.where((o_pick < 9) & (o_pick % 3 == 0), 1.0, 0.0).to(tl.bfloat16)
+        o_flag = tl.arange(0, 64)
+        b_flag = tl.zeros([64], tl.int32)
+        for i_step in range(0, n_steps, 64):
+            p_flags = p_flag + (i_chunk0 + i_from + i_step + o_flag) * H + i_h
+            b_flag = b_flag | tl.load(p_flags, mask=i_step + o_flag < n_steps, other=0)
+        if (tl.max(b_flag, 0) != 0) != STRONG:
+            return
 
     b_state = tl.zeros([BZ, BX], tl.float32)
     if START:
@@ -211,6 +236,8 @@ def walk(
             tl.load(p_start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
             * START_SCALE
         )
+    # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
+    b_due = 1.0
     if not OUTPUT:
         if DECAY == KEY_COLUMNS:
             b_whole = tl.full([BX], 1.0, tl.float32)
@@ -218,7 +245,17 @@ def walk(
             b_whole = tl.full([BZ], 1.0, tl.float32)
         else:
             b_whole = 1.0
+    if ROWDOT:
+        i_wh = i_h // (H // HW)
+        i_row = (i_from + n_steps - 1 if REVERSE else i_from) * C
+        m_w = (i_row + o_r < n_read) & (n_steps > 0)
+        b_w = load_rows(p_w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
+    if (BORDER == 1) and REVERSE:
+        if n_steps > 0:
+            i_border = i_group0 + (i_from + n_steps - 1) // G
+            p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
+            tl.store(p_here, b_state.to(p_border.dtype.element_ty), mask=m_state)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         if REVERSE:
@@ -229,17 +266,34 @@ def walk(
         m_read = i_row + o_r < n_read
         b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
         b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
+        if OUTPUT:
+            b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
 
-        if ROWDOT:
-            b_w = tl.trans(load_rows(p_w, i_token, i_h // (H // HW), o_t, m_read, o_z, HW, DZ, PAD_Z, WIDE, WHOLE))
-
+        # what is added to the state, the state as the rows of x see it, and the state that is added to
+        b_added = b_z
+        b_seen = b_state
         if DECAY == HEAD:
-            p_weight = p_piece + i_chunk * (32 * C) + o_piece[:, None] * C + o_r[None, :]
-            b_left = tl.load(p_weight + (0 if REVERSE else 16 * C))
-            b_right = tl.load(p_weight + (16 * C if REVERSE else 0))
-            p_pair = p_factor + i_chunk * 4 + (2 if REVERSE else 0)
-            b_before = tl.load(p_pair)
-            b_after = tl.load(p_pair + 1)
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weight, i_chunk, o_r, C)
+            if STRONG == 1:
+                p_end = p_weight + i_chunk * (4 * C) + 4 * (C - 1)
+                b_whole_end = tl.load(p_end + 1)
+                b_part_end = tl.load(p_end + 3)
+                b_near = tl.exp2(b_whole_sum + b_part_sum)
+                b_far = tl.exp2((b_whole_end - b_whole_sum) + (b_part_end - b_part_sum))
+                b_before = tl.exp2(b_whole_end + b_part_end)
+                b_after = 1.0
+            else:
+                b_before = tl.load(p_factor + i_chunk * 2 + (1 if REVERSE else 0))
+                b_after = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
+            if REVERSE:
+                b_near, b_far = b_far, b_near
+            b_added = (b_z * b_far[None, :]).to(b_z.dtype)
+            b_state = b_state * (b_due * b_before)
+            b_due = b_after
+            if STRONG == 0:
+                b_seen = b_state
+        if DECAY == CONSTANT:
+            b_added = (b_z * b_write[None, :]).to(b_z.dtype)
         if DECAY >= KEY_COLUMNS:
             DK: tl.constexpr = DX if DECAY == KEY_COLUMNS else DZ
             o_k = o_x if DECAY == KEY_COLUMNS else o_z
@@ -252,57 +306,55 @@ def walk(
             else:
                 b_before = b_before[:, None]
                 b_after = b_after[:, None]
-        b_seen = b_state
-        b_added = b_z
-        if DECAY >= HEAD:
             is_exact = tl.load(p_flag + i_chunk) != 0
             b_seen = b_state * tl.where(is_exact, 1.0, b_before)
-        if DECAY == HEAD:
-            # a dot spreads a row of weights over a tile, in the layout of the other dots
-            b_write = tl.dot(b_each if REVERSE else b_third, b_left)
-            b_added = (b_z * b_write).to(b_z.dtype)
-        if DECAY == CONSTANT:
-            b_added = (b_z * b_write[None, :]).to(b_z.dtype)
-        b_seen = b_seen.to(b_y.dtype)
-        if BORDER == 2:
-            if (i_c % G == G - 1) | (i_c == n_chunks - 1):
-                i_border = (i_group0 + i_c // G) * H + i_h
-                tl.store(p_border + i_border * (DX * DZ) + o_border, b_seen, mask=m_state)
+            b_state = b_state * b_before
+            if BORDER == 2:
+                if (i_c % G == G - 1) | (i_c == n_chunks - 1):
+                    p_here = p_border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
-            b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
+            if DECAY != NONE:
+                b_seen = b_seen.to(b_y.dtype)
             b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
-            if DECAY == HEAD:
-                b_pair = tl.dot(tl.trans(b_left), b_right)
-                if is_exact:
-                    # whole and fractional parts are summed apart, so that no strong gate costs a later one its digits
-                    b_whole_sum = tl.load(p_sum + i_chunk * (2 * C) + o_r)
-                    b_part_sum = tl.load(p_sum + i_chunk * (2 * C) + C + o_r)
-                    b_gap = (b_whole_sum[None, :] - b_whole_sum[:, None]) + (b_part_sum[None, :] - b_part_sum[:, None])
-                    if REVERSE:
-                        b_gap = -b_gap
-                    b_pair = tl.exp2(b_gap)
-            if (DECAY == HEAD) or (DECAY == CONSTANT):
-                b_score = b_score * b_pair
-            if DECAY >= KEY_COLUMNS:
-                if SCORES:
-                    if is_exact:
-                        o_pair = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
-                        b_score = tl.load(p_score + i_chunk * (C * C) + o_pair).to(tl.float32)
-                elif is_exact:
-                    b_score = tl.zeros([C, C], tl.float32)
-            if DECAY != CONSTANT:
-                b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            if DECAY == NONE:
+                # not before, so that this dot need not wait for the last chunk's
+                b_seen = b_seen.to(b_y.dtype)
             b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
-            if DECAY == HEAD:
-                b_out = b_out * tl.dot(b_third if REVERSE else b_each, b_right)
             if DECAY == CONSTANT:
                 b_out = b_out * b_near[None, :]
-            b_out = tl.dot(b_z, b_score.to(b_z.dtype), acc=b_out, input_precision=PRECISION) * SCALE
+                b_score = b_score * b_pair
+            if DECAY == HEAD:
+                if STRONG == 1:
+                    # whole and fractional parts are summed apart: no strong gate costs a later one its digits
+                    b_gap = b_whole_sum[None, :] - b_whole_sum[:, None]
+                    b_gap += b_part_sum[None, :] - b_part_sum[:, None]
+                    b_score = b_score * tl.exp2(-b_gap if REVERSE else b_gap)
+                    b_out = b_out * b_near[None, :]
+                else:
+                    b_score = b_score * b_far[:, None]
+                    if ROWDOT:
+                        # weighed in full, scores are rounded alike in the two walks whose row dots are subtracted
+                        b_score = b_score * b_near[None, :]
+                        b_out = b_out * b_near[None, :]
+            if DECAY >= KEY_COLUMNS:
+                if is_exact:
+                    if SCORES:
+                        o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
+                        b_score = tl.load(p_score + i_chunk * (C * C) + o_score).to(tl.float32)
+                    else:
+                        b_score = tl.zeros([C, C], tl.float32)
+            if DECAY != CONSTANT:
+                b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            b_out = tl.dot(b_z, b_score.to(b_z.dtype), acc=b_out, input_precision=PRECISION)
+            if DECAY == NONE:
+                b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
+            if (DECAY == HEAD) and (STRONG == 0) and (not ROWDOT):
+                b_out = b_out * (b_near * SCALE)[None, :]
+            else:
+                b_out = b_out * SCALE
             m_write = i_row + o_r < n_rows
-            if ROWDOT:
-                b_rowdot = tl.sum(b_w.to(tl.float32) * b_out, 0)
-                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
             p_rows = p_out + (i_token * H + i_h) * DZ + o_t[:, None] * (H * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
             if WHOLE and not PAD_Z:
@@ -312,13 +364,24 @@ def walk(
                 if PAD_Z:
                     m_out = m_out & (o_z[None, :] < DZ)
                 tl.store(p_rows, b_rows, mask=m_out)
+            if ROWDOT:
+                # in the layout of the store, which is that of the other factor; rounding's rest is taken along
+                b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
+                b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(b_y.dtype)).to(tl.float32)
+                b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
+                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
+                # fetched a chunk ahead: it arrives while that chunk is worked on
+                i_next = i_row - C if REVERSE else i_row + C
+                i_token = token_of(i_first, n_rows, i_next, FLIP)
+                m_w = (i_next + o_r < n_read) & (i_step + 1 < n_steps)
+                b_w = load_rows(p_w, i_token, i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
-        if DECAY == NONE:
+        if (DECAY != NONE) or (not OUTPUT):
+            if DECAY == CONSTANT:
+                b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-        elif DECAY == CONSTANT:
-            b_state = tl.dot(b_added, b_y, acc=b_state * b_through, input_precision=PRECISION)
-        else:
-            b_state = tl.dot(b_added, b_y, acc=b_state * b_before, input_precision=PRECISION) * b_after
+            if DECAY >= KEY_COLUMNS:
+                b_state = b_state * b_after
         if not OUTPUT:
             if DECAY == CONSTANT:
                 b_whole = b_whole * b_through
@@ -327,9 +390,17 @@ def walk(
             elif DECAY != NONE:
                 b_whole = b_whole * tl.reshape(b_before * b_after, [BX if DECAY == KEY_COLUMNS else BZ])
         if BORDER == 1:
-            if (i_c % G == G - 1) | (i_c == n_chunks - 1):
-                i_border = (i_group0 + i_c // G) * H + i_h
-                tl.store(p_border + i_border * (DX * DZ) + o_border, b_state, mask=m_state)
+            # the state at a group's later end: forward it has just left the group, in reverse it is about to enter it
+            if REVERSE:
+                is_border = (i_c % G == 0) & (i_step + 1 < n_steps)
+            else:
+                is_border = (i_c % G == G - 1) | (i_step + 1 == n_steps)
+            if is_border:
+                i_border = i_group0 + i_c // G - (1 if REVERSE else 0)
+                p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
+                tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
+    if DECAY == HEAD:
+        b_state = b_state * b_due
 
     if OUTPUT:
         if LAST:
@@ -396,11 +467,13 @@ def scan_segments(
         if REVERSE:
             i_j = n_segments - 1 - i_step
         i_here = (i_segment + i_j) * H + i_h
+        # the last segment's own state is of no use, and not there
+        m_own = i_step + 1 < n_segments
         if DECAYS == 1:
-            b_decay = tl.load(p_decay + i_here)
+            b_decay = tl.load(p_decay + i_here, mask=m_own, other=0.0)
         else:
-            b_decay = tl.load(p_decay + i_here * K + o_k, mask=o_k < K, other=0.0)[:, None]
-        b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state, other=0.0)
+            b_decay = tl.load(p_decay + i_here * K + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+        b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
         tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
         b_state = b_state * b_decay + b_own
 
@@ -480,8 +553,7 @@ def fold_head_gates(
     p_owner,
     T,
     N,
-    p_piece,
-    p_sum,
+    p_weight,
     p_factor,
     p_flag,
     H: tl.constexpr,
@@ -495,7 +567,7 @@ def fold_head_gates(
     """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
 
     Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
-    that the chunk is flagged: weights are against its ends, and the walks compute the decay between rows themselves.
+    that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
     """
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
@@ -522,35 +594,20 @@ def fold_head_gates(
     b_late = (b_whole_end - b_whole_middle) + (b_part_end - b_part_middle)
     b_from_middle = (b_whole - b_whole_middle) + (b_part - b_part_middle)
     b_most = tl.maximum(tl.max(tl.abs(b_from_middle), 0)[None, :], tl.abs(b_early))
-    is_exact = b_most > LIMIT
 
     i_chunk = (i_block.to(tl.int64) * H + o_h)[None, :]
-    m_sum = (o_h < H)[None, :] & (o_r >= 0)[:, None]
-    tl.store(p_sum + i_chunk * (2 * C) + o_r[:, None], b_whole, mask=m_sum)
-    tl.store(p_sum + i_chunk * (2 * C) + C + o_r[:, None], b_part, mask=m_sum)
-    # Three bfloat16 make up a float32, and nine products of such pieces a product: 1 2 3 1 2 3 1 2 3 in the order of
-    # the first row of weights, 1 1 1 2 2 2 3 3 3 in that of the second.
-    p_tile = p_piece + i_chunk * (32 * C) + o_r[:, None]
-    b_near = tl.exp2(tl.where(is_exact, b_whole + b_part, b_from_middle))
-    b_far = tl.exp2(tl.where(is_exact, (b_whole_end - b_whole) + (b_part_end - b_part), -b_from_middle))
-    for i_piece in tl.static_range(3):
-        b_near_piece = b_near.to(tl.bfloat16)
-        b_far_piece = b_far.to(tl.bfloat16)
-        b_near = b_near - b_near_piece.to(tl.float32)
-        b_far = b_far - b_far_piece.to(tl.float32)
-        for i_copy in tl.static_range(3):
-            tl.store(p_tile + (3 * i_copy + i_piece) * C, b_near_piece, mask=m_sum)
-            tl.store(p_tile + (16 + 3 * i_piece + i_copy) * C, b_far_piece, mask=m_sum)
-    for i_piece in tl.static_range(9, 16):
-        tl.store(p_tile + i_piece * C, tl.zeros([C, BH], tl.bfloat16), mask=m_sum)
-        tl.store(p_tile + (16 + i_piece) * C, tl.zeros([C, BH], tl.bfloat16), mask=m_sum)
     m_chunk = (o_h < H)[None, :]
-    b_all = tl.exp2(b_whole_end + b_part_end)
-    tl.store(p_factor + i_chunk * 4, tl.where(is_exact, b_all, tl.exp2(b_early)), mask=m_chunk)
-    tl.store(p_factor + i_chunk * 4 + 1, tl.where(is_exact, 1.0, tl.exp2(b_late)), mask=m_chunk)
-    tl.store(p_factor + i_chunk * 4 + 2, tl.where(is_exact, b_all, tl.exp2(b_late)), mask=m_chunk)
-    tl.store(p_factor + i_chunk * 4 + 3, tl.where(is_exact, 1.0, tl.exp2(b_early)), mask=m_chunk)
-    tl.store(p_flag + i_chunk, is_exact.to(tl.int32), mask=m_chunk)
+    b_weight = tl.join(
+        tl.join(tl.exp2(b_from_middle), tl.exp2(-b_from_middle)),
+        tl.join(b_whole, b_part),
+    )
+    o_pair = tl.arange(0, 2)
+    o_weight = o_r[:, None, None, None] * 4 + o_pair[None, None, :, None] * 2 + o_pair[None, None, None, :]
+    p_tile = p_weight + (i_chunk * (4 * C))[:, :, None, None] + o_weight
+    tl.store(p_tile, b_weight, mask=m_chunk[:, :, None, None])
+    tl.store(p_factor + i_chunk * 2, tl.exp2(b_early), mask=m_chunk)
+    tl.store(p_factor + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_chunk)
+    tl.store(p_flag + i_chunk, (b_most > LIMIT).to(tl.int32), mask=m_chunk)
 
 
 @triton.jit
@@ -560,8 +617,6 @@ def head_gate_gradient(
     p_key,
     p_state,
     p_dstate,
-    p_factor,
-    p_flag,
     p_cu,
     p_owner,
     T,
@@ -576,7 +631,6 @@ def head_gate_gradient(
     G: tl.constexpr,
     SCALE: tl.constexpr,
     DECAY: tl.constexpr,
-    FOLDED: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
 ):
@@ -585,8 +639,7 @@ def head_gate_gradient(
     ROWS: tl.constexpr = 16
     i_program = tl.program_id(0)
     i_h = i_program % H
-    i_n, i_j, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    _, i_j, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
     o_r = tl.arange(0, BLOCK)
     i_row = i_j * BLOCK + o_r
     m_r = i_row < n_rows
@@ -602,12 +655,9 @@ def head_gate_gradient(
         for i_v in range(0, V, ROWS):
             o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
             m_state = (i_v + o_v < V)[:, None] & (o_k < K)[None, :]
-            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0)
+            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_border += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
-        i_chunk = (i_chunk0 + tl.minimum(i_j * G + G, tl.cdiv(n_rows, C)) - 1) * H + i_h
         b_border = tl.sum(tl.sum(b_border, 1), 0) * SCALE
-        if FOLDED:
-            b_border /= tl.where(tl.load(p_flag + i_chunk) != 0, 1.0, tl.load(p_factor + i_chunk * 4 + 2))
         b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_border
         if DECAY == HEAD:
             b_gate = tl.load(p_gate + i_token, mask=i_row < n_read, other=0.0).to(tl.float32)

@@ -192,9 +192,47 @@ def level_rows(o_row, o_column, i_level):
 
 
 @triton.jit
-def level_pairs(o_row, o_column, i_level):
-    """Which pairs of rows meet at a dyadic level: those on either side of its border."""
-    return ((o_row >> i_level) ^ (o_column >> i_level)) == 1
+def level_sums(
+    p_sum, b_sum, i_token, i_h, o_r, n_here, o_k, i_level, H: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr
+):
+    """Sums of the gates between each row and its border at a dyadic level, from sums since the chunk's start."""
+    m_late = ((o_r >> i_level) & 1) != 0
+    # the last row before the border
+    o_border = (((o_r >> i_level) | 1) << i_level) - 1
+    o_t = -o_border if FLIP else o_border
+    m_border = o_border < n_here
+    p_tile = p_sum + (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
+    b_border = tl.load(p_tile, mask=m_border[:, None] & (o_k[None, :] < K), other=0.0)
+    b_gap = tl.where(m_late[:, None], b_sum - b_border, b_border - b_sum)
+    return tl.where(m_border[:, None], b_gap, float("-inf"))
+
+
+@triton.jit
+def sum_from_start(
+    p_sum,
+    b_gate,
+    i_token,
+    i_h,
+    o_t,
+    m_read,
+    n_here,
+    o_row,
+    o_column,
+    o_k,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Sums of a chunk's gates from its start to each row and from there to its end; the former go to memory too."""
+    b_whole, b_part, b_fine = split_gate(b_gate)
+    b_sum = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, True)
+    p_tile = p_sum + (i_token * H + i_h) * K + o_k[None, :]
+    tl.store(p_tile + o_t[:, None] * (H * K), b_sum, mask=m_read[:, None] & (o_k[None, :] < K))
+    # rows of other threads are read from here on
+    tl.debug_barrier()
+    i_end = 1 - n_here if FLIP else n_here - 1
+    b_end = tl.load(p_tile + i_end * (H * K), mask=o_k[None, :] < K, other=0.0)
+    return b_sum, b_end - b_sum
 
 
 @triton.jit
@@ -212,6 +250,7 @@ def exact_scores(
     p_qhat,
     p_khat,
     p_score,
+    p_sum,
     H: tl.constexpr,
     HKV: tl.constexpr,
     K: tl.constexpr,
@@ -240,6 +279,10 @@ def exact_scores(
         o_column = o_r[None, :]
         m_read = i_c * C + o_r < n_read
         i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+        # a flagged chunk has a row to read; the bound keeps its offsets small for any other
+        n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+        # the highest bit in which a row and an earlier one differ says at which level they meet
+        o_differ = tl.where(o_row > o_column, o_row ^ o_column, 0)
         b_score = tl.zeros([C, C], tl.float32)
         for i_k in range(0, (K + BK - 1) // BK):
             o_k = i_k * BK + tl.arange(0, BK)
@@ -247,23 +290,30 @@ def exact_scores(
             b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
             b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
             b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-            b_whole, b_part, b_fine = split_gate(b_gate)
             o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-            b_sum = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-            b_hat = b_q.to(tl.float32) * tl.exp2(b_sum)
+            if FINE:
+                b_whole, b_part, b_fine = split_gate(b_gate)
+                b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
+                b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
+            else:
+                b_since, b_until = sum_from_start(
+                    p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
+                )
+            b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
             tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
-            b_sum = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
-            b_hat = b_k.to(tl.float32) * tl.exp2(b_sum)
+            b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
             tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_row == o_column, b_own, 0.0)
             for i_level in range(0, LEVELS):
                 m_late, m_sum = level_rows(o_row, o_column, i_level)
-                b_sum = sum_gates(m_sum, b_whole, b_part, b_fine, FINE)
+                if FINE:
+                    b_sum = sum_gates(m_sum, b_whole, b_part, b_fine, FINE)
+                else:
+                    b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
                 b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * tl.exp2(b_sum)).to(b_q.dtype)
                 b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
-                m_pair = level_pairs(o_row, o_column, i_level) & m_late
-                b_score += tl.where(m_pair, b_pair, 0.0)
+                b_score += tl.where((o_differ >> i_level) == 1, b_pair, 0.0)
         tl.store(p_score + i_chunk * (C * C) + o_row * C + o_column, b_score.to(p_score.dtype.element_ty))
 
 
@@ -284,6 +334,7 @@ def exact_gradients(
     p_summand,
     p_dq,
     p_dk,
+    p_sum,
     H: tl.constexpr,
     HKV: tl.constexpr,
     K: tl.constexpr,
@@ -318,6 +369,8 @@ def exact_gradients(
         o_column = o_r[None, :]
         m_read = i_c * C + o_r < n_read
         i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+        n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+        o_differ = o_row ^ o_column
         b_dscore = tl.zeros([C, C], tl.float32)
         for i_v in range(0, (V + BV - 1) // BV):
             o_v = i_v * BV + tl.arange(0, BV)
@@ -333,22 +386,31 @@ def exact_gradients(
             b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
             b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
             b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-            b_whole, b_part, b_fine = split_gate(b_gate)
             o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-            b_sum = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-            b_fade = tl.exp2(b_sum)
+            if FINE:
+                b_whole, b_part, b_fine = split_gate(b_gate)
+                b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
+                b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
+            else:
+                b_since, b_until = sum_from_start(
+                    p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
+                )
+            b_fade = tl.exp2(b_since)
             b_grad = tl.load(p_dqhat + o_tile, mask=m_tile, other=0.0)
             b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
             b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
-            b_fade = tl.exp2(sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE))
+            b_fade = tl.exp2(b_until)
             b_grad = tl.load(p_dkhat + o_tile, mask=m_tile, other=0.0)
             b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
             b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
             for i_level in range(0, LEVELS):
                 m_late, m_sum = level_rows(o_row, o_column, i_level)
-                b_fade = tl.exp2(sum_gates(m_sum, b_whole, b_part, b_fine, FINE))
+                if FINE:
+                    b_fade = tl.exp2(sum_gates(m_sum, b_whole, b_part, b_fine, FINE))
+                else:
+                    b_fade = tl.exp2(level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP))
                 b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * b_fade).to(b_q.dtype)
-                b_meet = tl.where(level_pairs(o_row, o_column, i_level), b_dboth, 0.0).to(b_q.dtype)
+                b_meet = tl.where((o_differ >> i_level) == 1, b_dboth, 0.0).to(b_q.dtype)
                 b_grad = tl.dot(b_meet, b_fold, input_precision=PRECISION)
                 b_term = b_fold.to(tl.float32) * b_grad
                 b_summand += tl.where(m_late, b_term, -b_term)
@@ -374,6 +436,7 @@ def unfold_gates(
     p_dstate,
     p_dq_in,
     p_dk_in,
+    p_dgate_in,
     p_cu,
     p_owner,
     T,

@@ -52,11 +52,16 @@ class Plan:
         wide = call.dtype != jnp.bfloat16
         capability = _launch.capability() or 90
         config = triton_configs.configure(capability, wide, max(call.key_dim, call.value_dim))
-        unit = config.chunk * config.group
+        unit = config.chunk * Plan(config, 0).group(call.decay)
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * _cdiv(call.value_dim, min(config.output.block, _power(call.value_dim)))
         segments = min(config.fill // programs, call.tokens // unit)
         return Plan(config, unit * _cdiv(call.tokens, unit * max(segments, 1)))
+
+    def group(self, decay: str) -> int:
+        """Chunks over which a gate's gradient is summed, and between whose ends no state is stored."""
+        # with one gate a head and token, the states at the ends of groups are most of what has to be stored
+        return self.config.group * (2 if decay == "head" else 1)
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens
@@ -69,9 +74,8 @@ class Gates:
 
     constant: jax.Array | None = None  # constant: the gates themselves, where all chunks are whole [N, H]
     flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
-    factor: jax.Array | None = None  # decays of a state through each chunk, both ways [chunks, H, 4] or [.., 4, K]
-    piece: jax.Array | None = None  # head: weights of each chunk's rows, in bfloat16 summands [chunks, H, 2, 16, C]
-    sum: jax.Array | None = None  # head: sums of each chunk's gates, whole and fractional parts [chunks, H, 2, C]
+    factor: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
+    weight: jax.Array | None = None  # head: weights of each chunk's rows, and sums of their gates [chunks, H, C, 4]
     late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]
     score: jax.Array | None = None  # key: scores of flagged chunks [chunks, H, C, C]
 
@@ -87,27 +91,28 @@ class Launcher:
 
     @staticmethod
     def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
-        lengths = Launcher._lengths(plan)
+        lengths = plan.config.chunk, plan.config.chunk * plan.group(call.decay), plan.segment
         if cu_seqlens is None:
             nothing = jnp.zeros((1,), jnp.int32)
             return Launcher(call, plan, nothing, dict.fromkeys(lengths, nothing))
         borders = jnp.concatenate([cu_seqlens.astype(jnp.int32), jnp.full((1,), call.tokens, jnp.int32)])
-        rows, owners = [borders], {}
-        for length in lengths:
-            counts = -(-jnp.diff(borders) // length)
-            if length == plan.segment:
-                # a sequence without tokens still hands its initial state on
-                counts = jnp.maximum(counts, 1)
-            before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        size = jnp.array(lengths, jnp.int32)[:, None]
+        # a sequence without tokens still hands its initial state on
+        counts = jnp.maximum(-(-jnp.diff(borders) // size), jnp.where(size == plan.segment, 1, 0))
+        before = jnp.pad(jnp.cumsum(counts, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
+        # comparing all is one kernel; searching is one a step, and those are launched one after the other
+        method = "compare_all" if call.sequences <= 4096 else "sort"
+        owners = {}
+        for i, length in enumerate(lengths):
             blocks = jnp.arange(call.tokens // length + call.sequences + 1, dtype=jnp.int32)
-            owner = jnp.searchsorted(before[1:], blocks, side="right").astype(jnp.int32)
+            owner = jnp.searchsorted(before[i, 1:], blocks, side="right", method=method).astype(jnp.int32)
             owners[length] = jnp.minimum(owner, call.sequences)
-            rows.append(before)
-        return Launcher(call, plan, jnp.stack(rows), owners)
+        return Launcher(call, plan, jnp.concatenate([borders[None], before]), owners)
 
-    @staticmethod
-    def _lengths(plan: Plan) -> tuple[int, int, int]:
-        return plan.config.chunk, plan.config.chunk * plan.config.group, plan.segment
+    @property
+    def group(self) -> int:
+        """Chunks over which a gate's gradient is summed."""
+        return self.plan.group(self.call.decay)
 
     @property
     def whole(self) -> bool:
@@ -187,7 +192,7 @@ class Launcher:
         state_row, state_column = (call.value_dim, 1) if key_rows else (1, call.value_dim)
         block = min(tile.block, _power(dim_z))
         parts = _cdiv(dim_z, block)
-        n_segments, n_groups = self.blocks(self.plan.segment), self.blocks(config.chunk * config.group)
+        n_segments, n_groups = self.blocks(self.plan.segment), self.blocks(config.chunk * self.group)
         key_decay = call.decay == "key"
         state = (call.heads, call.key_dim, call.value_dim)
         if x is None:
@@ -207,46 +212,55 @@ class Launcher:
             if border:
                 seen = F32 if call.dtype == jnp.float16 else y.dtype
                 size = (call.heads, call.value_dim, call.key_dim)
-                outputs[3] = _shape(n_groups, *size, dtype=F32 if border == 1 else seen)
+                # one of the two as its own walk has rounded it, so that what cancels takes its error along
+                outputs[3] = _shape(n_groups, *size, dtype=seen if reverse else F32)
         heads = [call.heads if each is None else each.shape[2] for each in (x, y, z, rowdot)]
-        out, final, dots, borders = self.launch(
-            kernels.walk,
-            *(x, y, z, rowdot, gates.constant, gates.piece, gates.sum, gates.factor, gates.flag, gates.score, start),
-            outputs=outputs,
-            programs=n_segments * call.heads * parts,
-            tile=tile,
-            length=self.plan.segment,
-            segment=True,
-            H=call.heads,
-            HX=heads[0],
-            HY=heads[1],
-            HZ=heads[2],
-            HW=heads[3],
-            DX=dim_x,
-            DZ=dim_z,
-            BX=_power(dim_x),
-            BZ=block,
-            C=config.chunk,
-            G=config.group,
-            STATE_ROW=state_row,
-            STATE_COLUMN=state_column,
-            DECAY=self.decay("head" if call.decay == "constant" and not self.whole else call.decay, key_rows),
-            SCALE=float(call.scale),
-            START_SCALE=float(start_scale),
-            LAST_SCALE=float(last_scale),
-            WHOLE=self.whole,
-            FLIP=call.reverse,
-            REVERSE=reverse,
-            START=start is not None,
-            SEGMENTED=self.plan.segmented(call),
-            OUTPUT=x is not None,
-            SCORES=scores,
-            LAST=last,
-            ROWDOT=rowdot is not None,
-            BORDER=border,
-            WIDE=call.dtype == jnp.float16,
-            PRECISION=config.precision,
-        )
+        decay = self.decay("head" if call.decay == "constant" and not self.whole else call.decay, key_rows)
+        results: list[Any] = [None] * 4
+        given = (x, y, z, rowdot, gates.constant, gates.weight, gates.factor, gates.flag, gates.score, start)
+        for strong in range(2 if decay == self.decay("head") else 1):
+            results = self.launch(
+                kernels.walk,
+                *(*given, *results),
+                outputs=outputs,
+                programs=n_segments * call.heads * parts,
+                tile=tile,
+                length=self.plan.segment,
+                segment=True,
+                # the second kernel completes what the first one has left out
+                aliases={len(given) + i: i for i, each in enumerate(outputs) if each is not None} if strong else None,
+                H=call.heads,
+                HX=heads[0],
+                HY=heads[1],
+                HZ=heads[2],
+                HW=heads[3],
+                DX=dim_x,
+                DZ=dim_z,
+                BX=_power(dim_x),
+                BZ=block,
+                C=config.chunk,
+                G=self.group,
+                STATE_ROW=state_row,
+                STATE_COLUMN=state_column,
+                DECAY=decay,
+                SCALE=float(call.scale),
+                START_SCALE=float(start_scale),
+                LAST_SCALE=float(last_scale),
+                WHOLE=self.whole,
+                FLIP=call.reverse,
+                REVERSE=reverse,
+                START=start is not None,
+                SEGMENTED=self.plan.segmented(call),
+                OUTPUT=x is not None,
+                SCORES=scores,
+                LAST=last,
+                STRONG=strong,
+                ROWDOT=rowdot is not None,
+                BORDER=border,
+                WIDE=call.dtype == jnp.float16,
+                PRECISION=config.precision,
+            )
+        out, final, dots, borders = results
         return out, final, dots, borders
 
     def starts(
@@ -343,7 +357,7 @@ def backward(
         rows="key",
         dtype=F32 if is_key else shared,
         rowdot=key if wanted and not is_key else None,
-        border=2 if wanted else 0,
+        border=(2 if is_key else 1) if wanted else 0,
         **back,
     )
     dgate = None
@@ -351,7 +365,7 @@ def backward(
         hats = (qhat, khat, dquery, dkey, memory, dmemory)
         dquery, dkey, dgate = _unfold(launcher, arrays, gates, doutput, hats, shared)
     elif wanted:
-        dgate = _head_gate_gradient(launcher, log_decay, gates, query_dots, key_dots, memory, dmemory)
+        dgate = _head_gate_gradient(launcher, log_decay, query_dots, key_dots, memory, dmemory)
         if call.decay == "constant":
             dgate = _sum_tokens(call, dgate, cu_seqlens)
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
@@ -435,13 +449,12 @@ def _fold_head(launcher: Launcher, log_decay: jax.Array) -> Gates:
     call, config = launcher.call, launcher.plan.config
     chunk, chunks, heads = config.chunk, launcher.blocks(config.chunk), call.heads
     block = min(16, 1 << (heads - 1).bit_length())
-    piece, sums, factor, flag = launcher.launch(
+    weight, factor, flag = launcher.launch(
         _kernels().fold_head_gates,
         log_decay,
         outputs=[
-            _shape(chunks, heads, 2, 16, chunk, dtype=jnp.bfloat16),
-            _shape(chunks, heads, 2, chunk),
-            _shape(chunks, heads, 4),
+            _shape(chunks, heads, chunk, 4),
+            _shape(chunks, heads, 2),
             _shape(chunks, heads, dtype=jnp.int32),
         ],
         programs=chunks * _cdiv(heads, block),
@@ -454,23 +467,22 @@ def _fold_head(launcher: Launcher, log_decay: jax.Array) -> Gates:
         LIMIT=config.limit,
         FLIP=call.reverse,
     )
-    return Gates(flag=flag, factor=factor, piece=piece, sum=sums)
+    return Gates(flag=flag, factor=factor, weight=weight)
 
 
 def _head_gate_gradient(
     launcher: Launcher,
     log_decay: jax.Array,
-    gates: Gates,
     query_dots: jax.Array,
     key_dots: jax.Array,
     memory: jax.Array,
     dmemory: jax.Array,
 ) -> jax.Array:
     call, config = launcher.call, launcher.plan.config
-    length = config.chunk * config.group
+    length = config.chunk * launcher.group
     (dgate,) = launcher.launch(
         _kernels().head_gate_gradient,
-        *(log_decay, query_dots, key_dots, memory, dmemory, gates.factor, gates.flag),
+        *(log_decay, query_dots, key_dots, memory, dmemory),
         outputs=[_shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
         programs=launcher.blocks(length) * call.heads,
         tile=Tile(length, 4, 1),
@@ -481,10 +493,9 @@ def _head_gate_gradient(
         BK=_power(call.key_dim),
         NZ=query_dots.shape[-1],
         C=config.chunk,
-        G=config.group,
+        G=launcher.group,
         SCALE=float(call.scale),
         DECAY=launcher.decay(call.decay),
-        FOLDED=gates.factor is not None,
         FLIP=call.reverse,
     )
     return dgate
@@ -498,6 +509,7 @@ def _fold(
     # float16 has too small a range for folded gates
     folded = F32 if call.dtype == jnp.float16 else call.dtype
     hat = _shape(call.batch, call.tokens, heads, dim, dtype=folded)
+    fine = call.dtype == F32
     shared: dict[str, Any] = {
         "length": chunk,
         "programs": chunks * heads,
@@ -522,16 +534,17 @@ def _fold(
         LIMIT=config.limit,
         **shared,
     )
-    qhat, khat, score = launcher.launch(
+    qhat, khat, score, _ = launcher.launch(
         kernels.exact_scores,
         *(query, key, log_decay, flag, qhat, khat),
-        outputs=[hat, hat, _shape(chunks, heads, chunk, chunk, dtype=folded)],
+        # the last is where the kernel keeps sums of gates
+        outputs=[hat, hat, _shape(chunks, heads, chunk, chunk, dtype=folded), None if fine else _shape(*hat.shape)],
         tile=config.exact,
         aliases={4: 0, 5: 1},
         LEVELS=chunk.bit_length() - 1,
         BK=min(config.exact.block, _power(dim)),
         WIDE=call.dtype == jnp.float16,
-        FINE=call.dtype == F32,
+        FINE=fine,
         PRECISION=config.precision,
         **shared,
     )
@@ -545,7 +558,7 @@ def _unfold(
     kernels, call, config = _key_kernels(), launcher.call, launcher.plan.config
     query, key, value, log_decay = arrays[:4]
     qhat, khat, dqhat, dkhat, memory, dmemory = hats
-    chunk, group = config.chunk, config.chunk * config.group
+    chunk, group = config.chunk, config.chunk * launcher.group
     shared: dict[str, Any] = {
         "H": call.heads,
         "K": call.key_dim,
@@ -556,10 +569,11 @@ def _unfold(
     }
     hat = (call.batch, call.tokens, call.heads, call.key_dim)
     gradients = [_shape(*hat, dtype=call.dtype), _shape(*hat, dtype=key_dtype)]
-    summand, dquery, dkey = launcher.launch(
+    fine = call.dtype == F32
+    summand, dquery, dkey, sums = launcher.launch(
         kernels.exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
-        outputs=[_shape(*hat), *gradients],
+        outputs=[_shape(*hat), *gradients, None if fine else _shape(*hat)],
         programs=launcher.blocks(chunk) * call.heads,
         tile=config.exact,
         length=chunk,
@@ -569,20 +583,35 @@ def _unfold(
         BK=min(config.exact.block, _power(call.key_dim)),
         BV=min(config.exact.block, _power(call.value_dim)),
         WIDE=call.dtype == jnp.float16,
-        FINE=call.dtype == F32,
+        FINE=fine,
         PRECISION=config.precision,
         **shared,
     )
     width = _power(call.key_dim)
     return launcher.launch(
         kernels.unfold_gates,
-        *(log_decay, qhat, khat, summand, dkhat, gates.late, gates.flag, gates.factor, memory, dmemory, dquery, dkey),
+        *(
+            log_decay,
+            qhat,
+            khat,
+            summand,
+            dkhat,
+            gates.late,
+            gates.flag,
+            gates.factor,
+            memory,
+            dmemory,
+            dquery,
+            dkey,
+            sums,
+        ),
         outputs=[*gradients, _shape(*hat, dtype=log_decay.dtype)],
         programs=launcher.blocks(group) * call.heads,
         tile=Tile(width, max(1, width // 128), 1),
         length=group,
-        aliases={10: 0, 11: 1},
+        # the gates' gradient takes the place of their sums
+        aliases={10: 0, 11: 1} if fine or log_decay.dtype != F32 else {10: 0, 11: 1, 12: 2},
         BK=width,
-        G=config.group,
+        G=launcher.group,
         **shared,
     )
