@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test test-newest lint docs numerics coverage mutants bench clean
+.PHONY: demo test test-newest test-newest-smoke lint docs numerics coverage mutants bench clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -14,12 +14,24 @@ demo: $(VENV)/.demo
 # (PYENV_VERSION makes pyenv offer that Python; elsewhere it means nothing.)
 NEWEST ?= PYENV_VERSION=3.12 python3.12
 NEWEST_TESTS ?= tests
+# LLVM's optimiser off: the tests compile much and run little.
+ON_CPU := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0
+PYTEST := pytest -n $(WORKERS) --dist worksteal
 
 test: lint $(VENV)/.dev
-	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	$(ON_CPU) $(BIN)/python -m $(PYTEST) tests
 
 test-newest: $(VENV)-newest/.dev
-	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 $(VENV)-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS)
+	$(ON_CPU) $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
+
+# The part of it that CI runs: what rests most on JAX, namely transformations, meshes, layers and Triton's interpreter.
+SMOKE := test_import.py test_dispatch.py test_xla_utils_utils.py test_linear_attention.py::test_pinned_paths \
+  test_attention.py::test_transformations test_flash_attention.py::test_transformations \
+  test_nnx_layers.py::test_prefill_and_steps_are_one_pass test_triton_kernels.py::test_vmap[False] \
+  test_parallel.py::test_on_virtual_devices[sharding] test_parallel.py::test_on_virtual_devices[ring_shard_map]
+
+test-newest-smoke:
+	$(MAKE) test-newest NEWEST_TESTS='$(addprefix tests/,$(SMOKE))'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -32,11 +44,23 @@ docs: $(VENV)/.docs
 numerics: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.numerics
 
+# Branch coverage of the whole suite; what is not counted, and why, stands in pyproject.toml.
+coverage: $(VENV)/.dev
+	rm -rf build/coverage
+	$(ON_CPU) $(BIN)/coverage run -m $(PYTEST) tests
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# Breaks the modules that guard everything else, one place at a time, and asks whether a test notices. Takes an hour or
+# two; MUTANTS='--every 5' takes a fifth of them, MUTANTS=ejkernel._dispatch one module.
+mutants: $(VENV)/.dev
+	$(BIN)/python tests/mutants.py $(MUTANTS)
+
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest build site .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

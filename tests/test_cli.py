@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from ejkernel import cli
@@ -14,6 +15,18 @@ def test_info_names_what_runs_and_why_others_do_not(capsys):
     for part in ("jaxlib", "devices", "0: cpu", "flash_attention", "xla", "not cudnn: "):
         assert part in printed
     printed.encode("ascii")
+
+
+def test_info_where_jax_finds_no_device(capsys, monkeypatch):
+    def devices():
+        raise RuntimeError("no platform that is present")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(cli, "PACKAGES", ("jax", "a-package-of-no-name"))
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("devices\n  none that JAX can use: no platform that is present\n")
+    assert "  a-package-of-no-name not installed\n" in printed
 
 
 def test_help_shows_examples(capsys):

@@ -1,7 +1,9 @@
 """The demo, shortened: it learns, stops and resumes exactly, and refuses checkpoints that are none."""
 
+import io
 import json
 import signal
+import sys
 from dataclasses import asdict, replace
 
 import jax
@@ -12,6 +14,7 @@ pytest.importorskip("flax.nnx")
 
 from ejkernel.demo import __main__ as demo
 from ejkernel.demo import checkpoint, text, training
+from ejkernel.demo.progress import Progress
 
 SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
 
@@ -98,6 +101,49 @@ def test_checkpoints_are_checked(tmp_path):
 def test_nothing_to_resume_is_told(tmp_path, capsys):
     assert demo.main(["--resume", "--out", str(tmp_path)]) == 2
     assert "no checkpoint to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", ["whole", "stopped", "interrupted"])
+def test_how_a_run_ends(ends, tmp_path, capsys, monkeypatch):
+    """Told by the exit code, and by a line that says how to go on if there is something to go on from."""
+
+    def train(settings, path, resume):
+        assert (settings.steps, settings.seed, resume) == (7, 3, False)
+        if ends == "interrupted":
+            raise KeyboardInterrupt
+        path.write_bytes(b"")
+        return object() if ends == "whole" else None
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(demo, "show", lambda settings, trained, out: print(f"shown in {out}"))
+    code = demo.main(["--steps", "7", "--seed", "3", "--out", str(tmp_path / "new")])
+    printed = capsys.readouterr().out
+    if ends == "whole":
+        assert code == 0 and printed.startswith(f"shown in {tmp_path / 'new'}") and "s in all" in printed
+    elif ends == "stopped":
+        assert code == 130 and printed == f"stopped; --resume goes on from {tmp_path / 'new' / 'checkpoint.npz'}\n"
+    else:
+        assert code == 130 and printed == "stopped\n"
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_on_a_terminal(rich, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    with Progress(3) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, 1.25, 100)
+    shown = terminal.getvalue()
+    assert "tokens/s   loss 1.250 bits/byte" in shown
+    # a bar moves the cursor; lines do not, and come at the end if not before
+    assert ("\x1b" in shown) == rich and ("step     3/3" in shown) != rich
 
 
 def test_shortened_run_learns(tmp_path, capsys, monkeypatch):

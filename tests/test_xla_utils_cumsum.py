@@ -285,9 +285,32 @@ def test_forms_are_the_main_functions():
         x = jnp.asarray(random.normal(size=(2, 6, 3, 2)[:rank]), jnp.float32)
         local = form.__name__.startswith("chunk_local")
         main = chunk_local_cumsum if local else chunk_global_cumsum
-        options = {"chunk_size": 4} if local else {}
-        options |= dict(reverse=True, softmax_scale=0.5, head_first=True, output_dtype=jnp.bfloat16)
-        np.testing.assert_array_equal(form(x, **options), main(x, **options))
+        least = {"chunk_size": 4} if local else {}
+        for more in ({}, dict(reverse=True, softmax_scale=0.5, head_first=True, output_dtype=jnp.bfloat16)):
+            np.testing.assert_array_equal(form(x, **least, **more), main(x, **least, **more))
+        # and of one rank only
+        wrong = x[..., None] if rank == 3 else x[..., 0]
+        with pytest.raises(ValueError, match=f"^{'g' if local else 's'}: got shape"):
+            form(wrong, **least)
+
+
+@pytest.mark.parametrize("run", [lambda x, **o: chunk_local_cumsum(x, 2, **o), chunk_global_cumsum])
+def test_errors_name_the_argument(run):
+    x = np.ones((2, 4, 3), np.float32)
+    name = "s" if run is chunk_global_cumsum else "g"
+    for argument, array, options in (
+        (name, x[0], {}),
+        ("cu_seqlens", x, {"cu_seqlens": [0, 4]}),
+        ("cu_seqlens", x[:1], {"cu_seqlens": [0, 5]}),
+        ("reverse", x, {"reverse": 1}),
+        ("head_first", x, {"head_first": 1}),
+        ("softmax_scale", x, {"softmax_scale": "1"}),
+        ("output_dtype", x, {"output_dtype": int}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{argument}: got "):
+            run(array, **options)
+    with pytest.raises(ValueError, match=r"^chunk_size: got 3"):
+        chunk_local_cumsum(x, 3)
 
 
 def test_signatures():

@@ -173,6 +173,7 @@ def test_convert_repairs_a_wrong_cotangent():
     careless.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent.astype(jnp.float32),))
     convert = identity_dtype_convert(jnp.bfloat16)
     x = jnp.arange(3, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(convert(x), x)
     gradient = jax.jit(jax.vmap(jax.grad(lambda x: careless(convert(x * x)).astype(jnp.float32))))(x)
     assert gradient.dtype == jnp.bfloat16
     assert gradient.tolist() == [0, 2, 4]

@@ -1,0 +1,209 @@
+"""Who serves a call: shown with implementations of two lines each, so that the choice is all there is to see."""
+
+import inspect
+import warnings
+from dataclasses import FrozenInstanceError, dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ejkernel import _dispatch
+from ejkernel._dispatch import (
+    Explanation,
+    Implementation,
+    PlatformError,
+    SlowerImplementationWarning,
+    choose,
+    dispatch,
+    explain,
+    pinned,
+)
+
+X = np.array([1.0, 2.0], np.float32)
+RUNS = []
+
+
+@dataclass(frozen=True)
+class Call:
+    factor: float = 1.0
+    refused_by: tuple[str, ...] = ()
+
+    def result_specs(self, query):
+        return PartitionSpec(*query)
+
+
+def implementation(name, devices, added):
+    def run(call, x, unused=None):
+        RUNS.append(name)
+        assert not jax.typeof(x).sharding.mesh.explicit_axes, "a core does not place its own values"
+        return call.factor * x + added
+
+    return Implementation(
+        name, devices, lambda call: f"{name} does not like it" if name in call.refused_by else None, run
+    )
+
+
+FAST = implementation("fast", ("cuda", "rocm"), 10)
+MIDDLE = implementation("middle", ("cuda",), 20)
+PLAIN = implementation("plain", None, 0)
+SLOW = implementation("slow", None, 30)
+ALL = (FAST, MIDDLE, PLAIN, SLOW)
+
+
+def front(x, factor=1.0, refused_by=(), platform=None):
+    """Says `x`."""
+    return dispatch(ALL, Call(factor, tuple(refused_by)), x, platform=platform)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_dispatch, "_default_platform", lambda: "cuda")
+    _dispatch._warn_once.cache_clear()
+    yield
+    _dispatch._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "refused_by, platform, chosen",
+    [
+        ((), None, {"cuda": FAST, "rocm": FAST, "default": PLAIN}),
+        (("fast",), None, {"cuda": MIDDLE, "default": PLAIN}),
+        (("fast", "middle"), None, {"default": PLAIN}),
+        (("plain",), None, {"cuda": FAST, "rocm": FAST, "default": SLOW}),
+        (("plain", "slow"), None, {"cuda": FAST, "rocm": FAST}),
+        ((), "middle", {"cuda": MIDDLE}),
+        (("plain",), "slow", {"default": SLOW}),
+    ],
+)
+def test_the_first_that_can_serves_each_device(refused_by, platform, chosen):
+    assert choose(ALL, Call(refused_by=refused_by), platform) == chosen
+
+
+def test_a_platform_that_cannot_serve_is_an_error():
+    with pytest.raises(PlatformError, match=r"^platform: 'fast' cannot serve this call: fast does not like it$"):
+        front(X, refused_by=["fast"], platform="fast")
+    known = "'fast', 'middle', 'plain', 'slow'"
+    with pytest.raises(PlatformError, match=f"^platform: got 'quick'; this op has {known}$"):
+        front(X, platform="quick")
+    assert issubclass(PlatformError, ValueError) and issubclass(PlatformError, NotImplementedError)
+
+
+def test_the_device_lowered_for_decides():
+    def added(platform):
+        text = jax.jit(front).trace(X).lower(lowering_platforms=(platform,)).as_text()
+        return [number for number in (10, 20, 30) if f"dense<{number:.6e}>" in text]
+
+    assert added("cpu") == [] and added("cuda") == added("rocm") == [10]
+    np.testing.assert_array_equal(front(X), X)
+    np.testing.assert_array_equal(front(X, 3.0, platform="slow"), 3 * X + 30)
+
+
+def test_plain_calls_trace_once_for_each_call_and_shape():
+    RUNS.clear()
+    for x in (X, X + 1):
+        np.testing.assert_array_equal(front(x, 5.0, ["fast", "middle"]), 5 * x)
+    # the one branch is run without the others being traced
+    assert RUNS == ["plain"]
+    front(X, 6.0, ["fast", "middle"])
+    assert RUNS == ["plain", "plain"]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_explicit_shardings_follow_the_query(manual):
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    run = lambda x: front(x, 7.0)  # noqa: E731
+    if manual:
+        run = jax.shard_map(run, in_specs=PartitionSpec("y"), out_specs=PartitionSpec("y"), axis_names={"y"})
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X[:, None], NamedSharding(mesh, PartitionSpec("y", "x")))
+        result = jax.jit(run)(x)
+        assert jax.typeof(result).sharding.spec == PartitionSpec("y", "x")
+        np.testing.assert_array_equal(result, 7 * X[:, None])
+
+
+def test_warns_once_if_a_gpu_runs_the_slower_one(on_a_gpu):
+    with pytest.warns(SlowerImplementationWarning) as caught:
+        front(X, refused_by=["fast", "middle"])
+        front(X, 2.0, refused_by=["fast", "middle"])
+    assert [str(each.message) for each in caught] == [
+        "'plain' serves this call on the GPU, which is slower than what cannot: "
+        "'fast': fast does not like it; 'middle': middle does not like it"
+    ]
+    # it points at the caller of the op
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "implementations, refused_by, platform",
+    [
+        (ALL, ("fast",), None),  # another one made for it serves
+        (ALL, ("fast", "middle"), "plain"),  # the caller asked for it
+        ((PLAIN, SLOW), ("plain",), None),  # nothing was made for it
+    ],
+)
+def test_does_not_warn(on_a_gpu, implementations, refused_by, platform):
+    with warnings.catch_warnings(action="error"):
+        choice = choose(implementations, call := Call(refused_by=refused_by), platform)
+        if platform is None:
+            _dispatch._warn_if_slower(implementations, call, choice)
+        else:
+            dispatch(implementations, call, X, platform=platform)
+
+
+def test_does_not_warn_elsewhere():
+    _dispatch._warn_once.cache_clear()
+    front(X, refused_by=["fast", "middle"])
+
+
+@pytest.mark.parametrize(
+    "platform, version, name",
+    [("cpu", "cpu", "cpu"), ("gpu", "PJRT C API\nCUDA 12090", "cuda"), ("gpu", "PJRT C API\nrocm 60000", "gpu")],
+)
+def test_default_platform(monkeypatch, platform, version, name):
+    device = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
+    monkeypatch.setattr(jax, "devices", lambda: [device, None])
+    assert _dispatch._default_platform() == name
+
+
+def test_explain_says_who_and_why():
+    RUNS.clear()
+    found = explain(front, jax.ShapeDtypeStruct((2,), jnp.float32), refused_by=["fast"])
+    assert found == Explanation({"cuda": "middle", "default": "plain"}, {"fast": "fast does not like it"})
+    assert str(found) == "on cuda: middle\nelsewhere: plain\nnot fast: fast does not like it"
+    everywhere = explain(front, X, 1.0, ["fast", "middle"])
+    assert str(everywhere) == (
+        "everywhere: plain\nnot fast: fast does not like it\nnot middle: middle does not like it"
+    )
+    assert str(explain(front, X, platform="middle")) == "on cuda: middle"
+    assert not RUNS
+
+
+def test_explain_leaves_nothing_behind():
+    with pytest.raises(ValueError, match=r"^op: got <.*sin.*>, which calls no op of this library; expected one of its"):
+        explain(jnp.sin, X)
+    np.testing.assert_array_equal(front(X), X)
+    with pytest.raises(PlatformError):
+        explain(front, X, platform="quick")
+    np.testing.assert_array_equal(front(X), X)
+    explain(front, X)
+    np.testing.assert_array_equal(front(X), X)
+
+
+def test_pinned_runs_that_one_and_no_other():
+    slow = pinned(front, "slow")
+    np.testing.assert_array_equal(slow(X, factor=2.0), 2 * X + 30)
+    assert list(inspect.signature(slow).parameters) == ["x", "factor", "refused_by"]
+    assert slow.__name__ == "front" and slow.__doc__ == front.__doc__
+    message = r"^front\(\) here always runs 'slow'; use ejkernel.front to choose$"
+    with pytest.raises(TypeError, match=message):
+        slow(X, platform="slow")
+
+
+def test_records_cannot_be_changed():
+    for record, name in ((PLAIN, "name"), (Explanation({}, {}), "chosen")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(record, name, None)
