@@ -96,9 +96,20 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.A
 def total_decay(log_decay: jax.Array | None) -> jax.Array:
     """From a chunk's start to its end, `[B, H, 1 or K]`.
 
-    By a sum: a product of factors just below 1 is rounded down each time, and a state meets thousands of these totals.
+    By sums: a product of factors just below 1 is rounded down each time, and a state meets thousands of these totals.
     """
-    return jnp.ones((1, 1, 1), np.float32) if log_decay is None else jnp.exp(log_decay.sum(-2))
+    if log_decay is None:
+        return jnp.ones((1, 1, 1), np.float32)
+    coarse, rest = _split(log_decay)
+    return jnp.exp(coarse.sum(-2)) * jnp.exp(rest.sum(-2))
+
+
+def _split(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gates as multiples of 1/256, whose sums are exact, and rests, whose sums are tiny."""
+    # exp is exactly 0 there already, and sums of infinities would be NaN
+    gates = jnp.maximum(log_decay, -200.0 if log_decay.dtype == jnp.float32 else -1600.0)
+    coarse = jnp.round(gates * 256) / 256
+    return coarse, gates - coarse
 
 
 def gate_gradient(arriving: jax.Array, leaving: jax.Array, through: jax.Array, einsum: Einsum) -> jax.Array:
@@ -143,15 +154,11 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
 def _decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decays between all pairs of tokens `[B, H, C, C]`, since the chunk's start and until its end, `[B, H, C, 1]`.
 
-    A difference of running sums would lose what follows a huge gate. So gates are split in multiples of 1/256, whose
-    sums are exact, and rests below that, whose sums are tiny; the two differences are added last.
+    A difference of running sums would lose what follows a huge gate, so it is taken of either part and added last.
     """
     C = log_decay.shape[-2]
     causal = np.tril(np.ones((C, C), log_decay.dtype))
-    # exp is exactly 0 there already, and sums of infinities would be NaN
-    gates = jnp.maximum(log_decay, -200.0 if log_decay.dtype == jnp.float32 else -1600.0)
-    coarse = jnp.round(gates * 256) / 256
-    parts = jnp.concatenate([coarse, gates - coarse], -1)
+    parts = jnp.concatenate(_split(log_decay), -1)
     sums = jnp.einsum("tu,...ud->...td", causal, parts, precision=lax.Precision.HIGHEST)
     runs = sums[..., :, None, :] - sums[..., None, :, :]
     pairs = jnp.exp(jnp.where(causal > 0, runs[..., 0] + runs[..., 1], -jnp.inf))
