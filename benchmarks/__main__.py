@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 
 import benchmarks
-from benchmarks.timing import Row, table
+from ejkernel.bench.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "numerics", "timing"}
+NOT_BENCHMARKS = {"__main__", "numerics"}
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Row
 from ejkernel import _drawing
+from ejkernel.bench.timing import Row
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton_gpu, xla
 from ejkernel.kernels.linear_recurrence._call import Call

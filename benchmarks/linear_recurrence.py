@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.timing import Row, compare
 from ejkernel import recurrent
 from ejkernel._drawing import log_log
+from ejkernel.bench.timing import Row, compare
 
 Arrays = dict[str, jax.Array]
 

@@ -57,7 +57,7 @@ def launch(
     if isinstance(module := _jax_triton(), str):
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
     call = module.triton_call
-    # jax-triton 0.4 renamed the argument
+    # jax-triton 0.4 renamed the argument; it also takes aliases otherwise, so the extra `cuda` does not admit it yet
     outputs_name = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"
     results = call(
         *arguments,

@@ -1,8 +1,9 @@
 """The gated linear recurrence inside one chunk of tokens, forward and backward; `docs/linear_recurrence.md` derives it.
 
-Everything here is `[B, H, C, ·]` in the dtype of the states. A decay factor is a product of `exp(gate)` or `exp` of a
-sum of gates over a run of tokens: never a quotient, never `exp` of a difference of sums. So nothing overflows whatever
-the gates are, a reset (`-inf`) is an exact 0, and a huge gate costs its neighbours no digits.
+Everything here is `[B, H, C, ·]` in the dtype of the states. A decay factor is a product of `exp(gate)`, or `exp` of a
+sum of gates over a run of tokens, never a quotient. Where such a sum is a difference of running sums, these are exact
+(`_split`). So nothing overflows whatever the gates are, a reset (`-inf`) is an exact 0, and a huge gate costs its
+neighbours no digits.
 """
 
 from collections.abc import Callable
