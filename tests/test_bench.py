@@ -176,6 +176,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     assert "The run was stopped before its end." in (tmp_path / "page.md").read_text()
 
 
+def test_a_slow_first_call_does_not_settle_how_many_a_reading_takes(monkeypatch):
+    # one call a reading would count the way to the device and back, which many in a row do not wait for
+    taken = iter([50.0])
+    monkeypatch.setattr(sys.modules["ejkernel.bench.measure"], "milliseconds", lambda *call: next(taken, 0.1))
+    [row] = measure(OPS["retention"], TINY, "forward", [], [], FAST)
+    assert row.calls > 1
+
+
 def test_a_failing_op_is_told_by_the_exit_code(capsys, monkeypatch):
     broken = dataclasses.replace(OPS["retention"], run=lambda **x: 1 / 0)
     monkeypatch.setitem(OPS, "retention", broken)
