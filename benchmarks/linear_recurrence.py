@@ -1,6 +1,7 @@
 """The gated linear recurrence against a plain `lax.scan` over tokens and its autodiff."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,11 +74,12 @@ def speed() -> list[Row]:
 def short() -> list[Row]:
     """Few tokens, where a scan is at its best."""
     rows = []
-    for tokens in (1, 2, 3, 4, 7, 8, 16, 31, 32, 64):
-        x = arrays(tokens)
+    for (heads, dim), tokens in itertools.product(((8, 128), (4, 64)), (1, 2, 3, 4, 7, 8, 16, 31, 32, 64)):
+        x = arrays(tokens, heads, dim)
         for what, wrap in (("forward", forward), ("forward + backward", with_gradient)):
             candidates = {"lax.scan": wrap(token_scan, x), "recurrent": wrap(recurrent, x)}
-            rows += compare(f"T {tokens}: {what}", candidates, bars={"recurrent": 1.1}, rounds=101)
+            name = f"T {tokens} H {heads} K V {dim}: {what}"
+            rows += compare(name, candidates, bars={"recurrent": 1.1}, rounds=101)
     return rows
 
 

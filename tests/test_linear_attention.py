@@ -1,6 +1,7 @@
 """The gated linear recurrence and its family against the float64 loop, value and gradient, whatever implements them."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,29 @@ def test_any_length(tokens, x64):
         "length", tokens=tokens, gates={"g": "ordinary"}, narrow=("g",), state="each", batch=1, heads=1, kv_heads=1
     )
     check_against_oracle(case.arrays(), {}, TOLERANCE["float64"])
+
+
+FEW = [replace(case, tokens=13) for case in CASES if case.lengths is None and case.tokens > 1]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_tokens_without_gradients(case, x64):
+    """A CPU takes them one by one."""
+    arrays = case.arrays()
+    output, final = jax.jit(lambda x: recurrent(**x, **case.options))(arrays)
+    expected = oracle.recurrent(**arrays, **case.options)
+    assert_close(output, expected[0], TOLERANCE["float64"], "output")
+    assert_close(final, expected[1], TOLERANCE["float64"], "final state")
+
+
+def test_few_tokens_are_one_chunk_for_a_gpu():
+    from ejkernel.kernels import _xla
+
+    x = jnp.ones((1, 20, 1, 4))
+    traced = jax.jit(lambda x: _xla.recurrent(x, x, x, g=-x)).trace(x)
+    lowered = {each: traced.lower(lowering_platforms=(each,)).as_text() for each in ("cpu", "cuda")}
+    products = {each: text.count("dot_general") for each, text in lowered.items()}
+    assert products["cpu"] == 1 < products["cuda"]
 
 
 @pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])

@@ -138,7 +138,13 @@ def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states:
 
 
 def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+    def by_chunks() -> Results:
+        return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+
+    def by_tokens() -> Results:
+        return decode.steps(call, *inputs[:-1], _slots(call, inputs)[0], precision=_precision(call))
+
+    return lax.platform_dependent(cpu=by_tokens, default=by_chunks) if decode.pays(call) else by_chunks()
 
 
 def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
