@@ -1,6 +1,7 @@
 """Launching Triton kernels without a GPU: what jax-triton is asked for, and what is said where it is missing."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -28,6 +29,11 @@ def asked():
     return {}
 
 
+KERNEL = SimpleNamespace(
+    params=[SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "n", "BLOCK", "first", "second")]
+)
+
+
 def older(asked):
     def triton_call(*arguments, kernel, out_shape, grid, **options):
         asked.update(options, arguments=arguments, kernel=kernel, outputs=out_shape, grid=grid)
@@ -37,31 +43,52 @@ def older(asked):
 
 
 def newer(asked):
-    def triton_call(*arguments, kernel, out_type=None, grid, **options):
+    def triton_call(*arguments, kernel, out_type=None, grid, input_output_aliases, **options):
+        if input_output_aliases:
+            warnings.warn("input_output_aliases is deprecated. Pass references", DeprecationWarning, stacklevel=2)
+        options["input_output_aliases"] = input_output_aliases
         return older(asked)(*arguments, kernel=kernel, out_shape=out_type, grid=grid, **options)
 
     return triton_call
 
 
-@pytest.mark.parametrize("version", [older, newer])
-@pytest.mark.parametrize("aliases", [None, {0: 1}])
-def test_launch_asks_either_version_of_jax_triton(version, aliases, asked, monkeypatch):
+@pytest.mark.parametrize(
+    "version, aliases, named",
+    [
+        (older, None, {"input_output_aliases": {}}),
+        (older, {0: 1}, {"input_output_aliases": {0: 1}}),
+        (newer, None, {"input_output_aliases": {}}),
+        # an aliased output has no parameter of its own there: ours is one more operand, the third, aliased in its place
+        (newer, {0: 1}, {"input_output_aliases": {2: 1}, "second": X}),
+    ],
+)
+def test_launch_asks_either_version_of_jax_triton(version, aliases, named, asked, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=version(asked)))
     results = _launch.launch(
-        "kernel", X, 7, outputs=OUTPUTS, programs=5, num_warps=4, num_stages=2, aliases=aliases, BLOCK=16
+        KERNEL, X, 7, outputs=OUTPUTS, programs=5, num_warps=4, num_stages=2, aliases=aliases, BLOCK=16
     )
     assert [(each.shape, each.dtype) for each in results] == [((4,), jnp.float32), ((), jnp.int32)]
-    assert asked == {
+    assert asked == named | {
         "arguments": (X, 7),
-        "kernel": "kernel",
+        "kernel": KERNEL,
         "outputs": tuple(OUTPUTS),
         "grid": (5,),
         "num_warps": 4,
         "num_stages": 2,
-        "input_output_aliases": aliases or {},
         "BLOCK": 16,
     }
+
+
+def test_two_aliases_in_the_order_of_the_outputs(asked, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=newer(asked)))
+    y = X + 1
+    params = [SimpleNamespace(name=name, is_constexpr=False) for name in ("x", "y", "first", "second")]
+    kernel = SimpleNamespace(params=params)
+    _launch.launch(kernel, X, y, outputs=OUTPUTS, programs=1, num_warps=1, num_stages=1, aliases={0: 1, 1: 0})
+    assert asked["first"] is y and asked["second"] is X
+    assert asked["input_output_aliases"] == {2: 0, 3: 1}
 
 
 @pytest.mark.parametrize("missing", ["triton", "jax_triton"])
@@ -86,6 +113,17 @@ def test_capability_of_the_first_gpu(text, number, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace())
     assert _launch.unavailable() is None
+
+
+@pytest.mark.parametrize("version, works", [((0, 11, 2), True), ((0, 12, 0), False)])
+def test_a_pair_that_fails_is_told(version, works, monkeypatch):
+    # its rule for dead code has the signature that JAX 0.11 asked for
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(_launch, "capability", lambda: 90)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(__version__="0.4.1"))
+    assert (_launch.unavailable() is None) == works
+    assert works or "jax-triton 0.4.1 fails under JAX" in _launch.unavailable()
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")

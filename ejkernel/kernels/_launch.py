@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,12 @@ def _jax_triton() -> Any:
     try:
         # with Triton missing, jax-triton itself imports, and fails only when a kernel is launched
         importlib.import_module("triton")
-        return importlib.import_module("jax_triton")
+        module = importlib.import_module("jax_triton")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    if jax.__version_info__ >= (0, 12) and getattr(module, "__version__", "") in ("0.4.0", "0.4.1"):
+        return f"jax-triton {module.__version__} fails under JAX {jax.__version__}, jax-triton 0.3 does not"
+    return module
 
 
 @functools.cache
@@ -56,19 +60,40 @@ def launch(
     """Runs `kernel` as `programs` programs; its outputs follow its arguments, `constants` are its constexprs."""
     if isinstance(module := _jax_triton(), str):
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
-    call = module.triton_call
-    # jax-triton 0.4 renamed the argument; it also takes aliases otherwise, so the extra `cuda` does not admit it yet
-    outputs_name = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"
-    results = call(
-        *arguments,
+    call = functools.partial(
+        module.triton_call,
         kernel=kernel,
         grid=(programs,),
         num_warps=num_warps,
         num_stages=num_stages,
-        input_output_aliases=aliases or {},
-        **{outputs_name: tuple(outputs)},
         **constants,
     )
+    if "out_type" not in inspect.signature(module.triton_call).parameters:
+        results = call(*arguments, out_shape=tuple(outputs), input_output_aliases=aliases or {})
+    else:
+        results = _call_as_of_0_4(call, arguments, tuple(outputs), aliases or {})
     # jax-triton forgets over which axes of a mesh its results vary
     arrays = [each for each in arguments if isinstance(each, jax.Array)]
     return tuple(_varying.align((*arrays, *results))[len(arrays) :])
+
+
+def _call_as_of_0_4(
+    call: functools.partial[Any],
+    arguments: Sequence[Any],
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
+    aliases: dict[int, int],
+) -> tuple[jax.Array, ...]:
+    """Our kernels have a parameter for each output. jax-triton 0.4 has none for an output that is aliased to an input.
+
+    So that parameter gets the input once more, and it is this one which the output is aliased to. The other may be a
+    copy, or the same memory, as it was before 0.4.
+    """
+    kernel = call.keywords["kernel"]
+    names = [each.name for each in kernel.params if not each.is_constexpr][len(arguments) :]
+    of_outputs = sorted((output, argument) for argument, output in aliases.items())
+    again = {names[output]: arguments[argument] for output, argument in of_outputs}
+    renumbered = {len(arguments) + i: output for i, (output, _) in enumerate(of_outputs)}
+    with warnings.catch_warnings():
+        # 0.4 would rather have references, which 0.3 does not know
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return call(*arguments, **again, out_type=outputs, input_output_aliases=renumbered)
