@@ -48,8 +48,8 @@ def check(case):
     actual, expected = run(case)
     tolerance = TOLERANCE[case.dtype]
     if case.decay == "constant" and case.dtype != "float32":
-        # one number a head, which sums the errors of all of its tokens
-        tolerance = {**tolerance, "decay": 3e-2}
+        # one number a head, which sums the errors of all of its tokens: all but one of these cases are within 1e-2
+        tolerance = {**tolerance, "decay": 2e-2}
     assert_matches(actual, expected, tolerance)
     if case.dtype != "float32":
         # at most twice the error of rounding the exact answer

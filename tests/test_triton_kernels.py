@@ -61,7 +61,7 @@ CASES = [
     replace(BASE, name="one-chunk", T=9),
     replace(BASE, name="odd-dims", K=20, V=40),
     replace(BASE, name="shared-heads", H=4, Hkv=2, T=35),
-    replace(BASE, name="shared-heads-head", decay="head", H=4, Hkv=1, T=35),
+    replace(BASE, name="shared-heads-head", decay="head", H=4, Hkv=1, T=35, K=40),
     replace(BASE, name="reverse", reverse=True),
     replace(BASE, name="reverse-head", decay="head", reverse=True),
     replace(BASE, name="packed-none", decay="none", **UNEVEN),

@@ -18,7 +18,8 @@ class Config:
 
     Attributes:
         chunk: Tokens that interact through one matrix of scores.
-        group: Chunks over which a gate's gradient is summed, and between whose ends no state is stored.
+        group: Chunks over which a gate's gradient is summed, and between whose ends no state is stored (one gate a
+            head and token: twice or four times as many).
         limit: Bits of decay in half a chunk beyond which key gates take the exact path.
         precision: Of the dots on float32 operands.
         output: The walk that gives the output, and the value's gradient.
@@ -26,6 +27,7 @@ class Config:
         exact: The exact path of strong key gates.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
+        dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting.
     """
 
     chunk: int
@@ -37,6 +39,7 @@ class Config:
     exact: Tile
     step: Tile
     fill: int
+    dots: Tile | None = None
 
 
 # Shared memory a program may use decides most of these: 227 KiB on Hopper and data-centre Blackwell, 163 KiB on
@@ -47,7 +50,7 @@ MEMORY = {80: MEDIUM, 87: MEDIUM, 90: LARGE, 100: LARGE, 103: LARGE}
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16, by the padded dim of the state's columns
     LARGE: {
-        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(32, 4, 1), _STEP, 132),
+        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(32, 4, 1), _STEP, 132, Tile(64, 4, 2)),
         256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 4, 1), _STEP, 264),
     },
     MEDIUM: {

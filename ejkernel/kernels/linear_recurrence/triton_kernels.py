@@ -611,10 +611,7 @@ def fold_head_gates(
 
 
 @triton.jit
-def head_gate_gradient(
-    p_gate,
-    p_query,
-    p_key,
+def meet_states(
     p_state,
     p_dstate,
     p_cu,
@@ -626,40 +623,81 @@ def head_gate_gradient(
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
-    NZ: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
     SCALE: tl.constexpr,
-    DECAY: tl.constexpr,
     PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
 ):
-    """Gradient of one gate a head: sums to the end of a group of q·dq - k·dk, and ⟨S, dS⟩ at its border."""
-    BLOCK: tl.constexpr = C * G
+    """⟨S, dS⟩ at the later end of each group of chunks: the gradient of the gate that comes next."""
     ROWS: tl.constexpr = 16
     i_program = tl.program_id(0)
-    i_h = i_program % H
-    _, i_j, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
-    o_r = tl.arange(0, BLOCK)
-    i_row = i_j * BLOCK + o_r
-    m_r = i_row < n_rows
-    i_token = token_of(i_first, n_rows, i_row, FLIP) * H + i_h
-    if i_j * BLOCK < n_rows:
-        b_sum = tl.zeros([BLOCK], tl.float32)
-        for i_z in tl.static_range(NZ):
-            b_sum += tl.load(p_query + i_token * NZ + i_z, mask=m_r, other=0.0)
-            b_sum -= tl.load(p_key + i_token * NZ + i_z, mask=m_r, other=0.0)
-        o_v = tl.arange(0, ROWS)
-        o_k = tl.arange(0, BK)
-        b_border = tl.zeros([ROWS, BK], tl.float32)
+    _, i_j, _, n_rows, _ = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
+    o_v = tl.arange(0, ROWS)
+    o_k = tl.arange(0, BK)
+    b_sum = tl.zeros([ROWS, BK], tl.float32)
+    if i_j * (C * G) < n_rows:
         for i_v in range(0, V, ROWS):
             o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
             m_state = (i_v + o_v < V)[:, None] & (o_k < K)[None, :]
             b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
-            b_border += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
-        b_border = tl.sum(tl.sum(b_border, 1), 0) * SCALE
-        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_border
+            b_sum += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
+    tl.store(p_out + i_program, tl.sum(tl.sum(b_sum, 1), 0) * SCALE)
+
+
+@triton.jit
+def sum_head_gates(
+    p_gate,
+    p_query,
+    p_key,
+    p_border,
+    p_first,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_out,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    NZ: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    DECAY: tl.constexpr,
+    START: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
+
+    What the sum should have come to at the group's start is known too, from the states there: the difference, which is
+    the rounding errors on the way, is spread over the group.
+    """
+    BLOCK: tl.constexpr = C * G
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
+    o_r = tl.arange(0, BLOCK)
+    i_row = i_j * BLOCK + o_r
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    m_h = o_h < H
+    m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
+    o_tile = token_of(i_first, n_rows, i_row, FLIP)[:, None] * H + o_h[None, :]
+    if i_j * BLOCK < n_rows:
+        b_sum = tl.zeros([BLOCK, BH], tl.float32)
+        for i_z in tl.static_range(NZ):
+            b_sum += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+            b_sum -= tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+        p_end = p_border + i_block.to(tl.int64) * H + o_h
+        b_end = tl.load(p_end, mask=m_h, other=0.0)
+        b_start = tl.load(p_end - H, mask=m_h & (i_j > 0), other=0.0)
+        if START:
+            b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
+        b_rest = tl.sum(b_sum, 0) + b_end - b_start
+        n_here = tl.minimum(n_rows - i_j * BLOCK, BLOCK)
+        b_share = (n_here - o_r).to(tl.float32) / n_here.to(tl.float32)
+        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share[:, None] * b_rest[None, :]
         if DECAY == HEAD:
-            b_gate = tl.load(p_gate + i_token, mask=i_row < n_read, other=0.0).to(tl.float32)
+            m_gate = (i_row < n_read)[:, None] & m_h[None, :]
+            b_gate = tl.load(p_gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
             b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
-        tl.store(p_out + i_token, b_sum.to(p_out.dtype.element_ty), mask=m_r)
+        tl.store(p_out + o_tile, b_sum.to(p_out.dtype.element_ty), mask=m_tile)

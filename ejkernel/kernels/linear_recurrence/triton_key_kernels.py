@@ -196,15 +196,13 @@ def level_sums(
     p_sum, b_sum, i_token, i_h, o_r, n_here, o_k, i_level, H: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr
 ):
     """Sums of the gates between each row and its border at a dyadic level, from sums since the chunk's start."""
-    m_late = ((o_r >> i_level) & 1) != 0
-    # the last row before the border
-    o_border = (((o_r >> i_level) | 1) << i_level) - 1
+    # the last row before the border; sums do not change behind a sequence's end
+    o_border = tl.minimum((((o_r >> i_level) | 1) << i_level) - 1, n_here - 1)
     o_t = -o_border if FLIP else o_border
-    m_border = o_border < n_here
     p_tile = p_sum + (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-    b_border = tl.load(p_tile, mask=m_border[:, None] & (o_k[None, :] < K), other=0.0)
-    b_gap = tl.where(m_late[:, None], b_sum - b_border, b_border - b_sum)
-    return tl.where(m_border[:, None], b_gap, float("-inf"))
+    b_border = tl.load(p_tile, mask=o_k[None, :] < K, other=0.0)
+    b_sign = tl.where(((o_r >> i_level) & 1) != 0, 1.0, -1.0)
+    return (b_sum - b_border) * b_sign[:, None]
 
 
 @triton.jit
@@ -257,6 +255,7 @@ def exact_scores(
     BK: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -264,57 +263,59 @@ def exact_scores(
     PRECISION: tl.constexpr,
 ):
     """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded."""
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_kh = i_h // (H // HKV)
-    i_block = i_program // H
-    i_chunk = i_program.to(tl.int64)
-    if tl.load(p_flag + i_chunk) != 0:
-        _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-        o_r = tl.arange(0, C)
-        o_t = o_r
-        if FLIP:
-            o_t = -o_r
-        o_row = o_r[:, None]
-        o_column = o_r[None, :]
-        m_read = i_c * C + o_r < n_read
-        i_token = token_of(i_first, n_rows, i_c * C, FLIP)
-        # a flagged chunk has a row to read; the bound keeps its offsets small for any other
-        n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
-        # the highest bit in which a row and an earlier one differ says at which level they meet
-        o_differ = tl.where(o_row > o_column, o_row ^ o_column, 0)
-        b_score = tl.zeros([C, C], tl.float32)
-        for i_k in range(0, (K + BK - 1) // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            m_tile = m_read[:, None] & (o_k[None, :] < K)
-            b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
-            b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
-            b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-            o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-            if FINE:
-                b_whole, b_part, b_fine = split_gate(b_gate)
-                b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-                b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
-            else:
-                b_since, b_until = sum_from_start(
-                    p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
-                )
-            b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
-            tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
-            b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
-            tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
-            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            b_score += tl.where(o_row == o_column, b_own, 0.0)
-            for i_level in range(0, LEVELS):
-                m_late, m_sum = level_rows(o_row, o_column, i_level)
+    # several a program, since most often none of them is flagged
+    for i_part in range(0, HEADS):
+        i_program = tl.program_id(0) * HEADS + i_part
+        i_h = i_program % H
+        i_kh = i_h // (H // HKV)
+        i_block = i_program // H
+        i_chunk = i_program.to(tl.int64)
+        if tl.load(p_flag + i_chunk) != 0:
+            _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            o_r = tl.arange(0, C)
+            o_t = o_r
+            if FLIP:
+                o_t = -o_r
+            o_row = o_r[:, None]
+            o_column = o_r[None, :]
+            m_read = i_c * C + o_r < n_read
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            # a flagged chunk has a row to read; the bound keeps its offsets small for any other
+            n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+            b_score = tl.zeros([C, C], tl.float32)
+            for i_k in range(0, (K + BK - 1) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                m_tile = m_read[:, None] & (o_k[None, :] < K)
+                b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
+                b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
+                b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
+                o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
                 if FINE:
-                    b_sum = sum_gates(m_sum, b_whole, b_part, b_fine, FINE)
+                    b_whole, b_part, b_fine = split_gate(b_gate)
+                    b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
+                    b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
                 else:
-                    b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
-                b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * tl.exp2(b_sum)).to(b_q.dtype)
-                b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
-                b_score += tl.where((o_differ >> i_level) == 1, b_pair, 0.0)
-        tl.store(p_score + i_chunk * (C * C) + o_row * C + o_column, b_score.to(p_score.dtype.element_ty))
+                    b_since, b_until = sum_from_start(
+                        p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
+                    )
+                b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
+                tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
+                b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
+                tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
+                b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_score += tl.where(o_row == o_column, b_own, 0.0)
+                for i_level in range(0, LEVELS):
+                    m_late, m_sum = level_rows(o_row, o_column, i_level)
+                    if FINE:
+                        b_sum = sum_gates(m_sum, b_whole, b_part, b_fine, FINE)
+                    else:
+                        b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
+                    b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * tl.exp2(b_sum)).to(b_q.dtype)
+                    b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
+                    # a late block meets the one before it
+                    o_met = tl.where(m_late, (o_row >> i_level) - 1, -1)
+                    b_score += tl.where((o_column >> i_level) == o_met, b_pair, 0.0)
+            tl.store(p_score + i_chunk * (C * C) + o_row * C + o_column, b_score.to(p_score.dtype.element_ty))
 
 
 @triton.jit
@@ -343,6 +344,7 @@ def exact_gradients(
     BV: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
     SCALE: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
@@ -355,71 +357,74 @@ def exact_gradients(
     The summand takes q̂ and k̂ as they were rounded, and leaves out what a token does to itself: both cancel in the sum,
     which strong gates make so small that the rounding errors would drown it.
     """
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_kh = i_h // (H // HKV)
-    i_block = i_program // H
-    if tl.load(p_flag + i_program.to(tl.int64)) != 0:
-        _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-        o_r = tl.arange(0, C)
-        o_t = o_r
-        if FLIP:
-            o_t = -o_r
-        o_row = o_r[:, None]
-        o_column = o_r[None, :]
-        m_read = i_c * C + o_r < n_read
-        i_token = token_of(i_first, n_rows, i_c * C, FLIP)
-        n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
-        o_differ = o_row ^ o_column
-        b_dscore = tl.zeros([C, C], tl.float32)
-        for i_v in range(0, (V + BV - 1) // BV):
-            o_v = i_v * BV + tl.arange(0, BV)
-            b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, True, WIDE)
-            b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, True, WIDE)
-            b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
-        # pairs of one level meet both ways: row of q with row of k, and back
-        b_dboth = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0)) * SCALE
-        b_own = tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1)[:, None] * SCALE
-        for i_k in range(0, (K + BK - 1) // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            m_tile = m_read[:, None] & (o_k[None, :] < K)
-            b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
-            b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
-            b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-            o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-            if FINE:
-                b_whole, b_part, b_fine = split_gate(b_gate)
-                b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-                b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
-            else:
-                b_since, b_until = sum_from_start(
-                    p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
-                )
-            b_fade = tl.exp2(b_since)
-            b_grad = tl.load(p_dqhat + o_tile, mask=m_tile, other=0.0)
-            b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
-            b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
-            b_fade = tl.exp2(b_until)
-            b_grad = tl.load(p_dkhat + o_tile, mask=m_tile, other=0.0)
-            b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
-            b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
-            for i_level in range(0, LEVELS):
-                m_late, m_sum = level_rows(o_row, o_column, i_level)
+    # several a program, since most often none of them is flagged
+    for i_part in range(0, HEADS):
+        i_program = tl.program_id(0) * HEADS + i_part
+        i_h = i_program % H
+        i_kh = i_h // (H // HKV)
+        i_block = i_program // H
+        if tl.load(p_flag + i_program.to(tl.int64)) != 0:
+            _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            o_r = tl.arange(0, C)
+            o_t = o_r
+            if FLIP:
+                o_t = -o_r
+            o_row = o_r[:, None]
+            o_column = o_r[None, :]
+            m_read = i_c * C + o_r < n_read
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+            b_dscore = tl.zeros([C, C], tl.float32)
+            for i_v in range(0, (V + BV - 1) // BV):
+                o_v = i_v * BV + tl.arange(0, BV)
+                b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, True, WIDE)
+                b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, True, WIDE)
+                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
+            # pairs of one level meet both ways: row of q with row of k, and back
+            b_dboth = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0)) * SCALE
+            b_own = tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1)[:, None] * SCALE
+            for i_k in range(0, (K + BK - 1) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                m_tile = m_read[:, None] & (o_k[None, :] < K)
+                b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
+                b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
+                b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
+                o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
                 if FINE:
-                    b_fade = tl.exp2(sum_gates(m_sum, b_whole, b_part, b_fine, FINE))
+                    b_whole, b_part, b_fine = split_gate(b_gate)
+                    b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
+                    b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
                 else:
-                    b_fade = tl.exp2(level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP))
-                b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * b_fade).to(b_q.dtype)
-                b_meet = tl.where((o_differ >> i_level) == 1, b_dboth, 0.0).to(b_q.dtype)
-                b_grad = tl.dot(b_meet, b_fold, input_precision=PRECISION)
-                b_term = b_fold.to(tl.float32) * b_grad
-                b_summand += tl.where(m_late, b_term, -b_term)
-                b_grad = b_grad * b_fade
-                b_dq += tl.where(m_late, b_grad, 0.0)
-                b_dk += tl.where(m_late, 0.0, b_grad)
-            tl.store(p_summand + o_tile, b_summand, mask=m_tile)
-            tl.store(p_dq + o_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
-            tl.store(p_dk + o_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)
+                    b_since, b_until = sum_from_start(
+                        p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
+                    )
+                b_fade = tl.exp2(b_since)
+                b_grad = tl.load(p_dqhat + o_tile, mask=m_tile, other=0.0)
+                b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
+                b_fade = tl.exp2(b_until)
+                b_grad = tl.load(p_dkhat + o_tile, mask=m_tile, other=0.0)
+                b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
+                for i_level in range(0, LEVELS):
+                    m_late, m_sum = level_rows(o_row, o_column, i_level)
+                    if FINE:
+                        b_fade = tl.exp2(sum_gates(m_sum, b_whole, b_part, b_fine, FINE))
+                    else:
+                        b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
+                        b_fade = tl.exp2(b_sum)
+                    b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * b_fade).to(b_q.dtype)
+                    # each block meets its neighbour
+                    b_meet = tl.where((o_column >> i_level) == ((o_row >> i_level) ^ 1), b_dboth, 0.0).to(b_q.dtype)
+                    b_grad = tl.dot(b_meet, b_fold, input_precision=PRECISION)
+                    b_late = tl.where(m_late, 1.0, 0.0)
+                    b_summand += b_fold.to(tl.float32) * b_grad * (2.0 * b_late - 1.0)
+                    b_grad = b_grad * b_fade
+                    b_dq += b_grad * b_late
+                    b_dk += b_grad * (1.0 - b_late)
+                tl.store(p_summand + o_tile, b_summand, mask=m_tile)
+                tl.store(p_dq + o_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
+                tl.store(p_dk + o_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit

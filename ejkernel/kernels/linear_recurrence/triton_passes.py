@@ -1,6 +1,7 @@
 """The passes over the tokens that make up a call of the recurrence, as launches of Triton kernels."""
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,32 +37,42 @@ def _power(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def _heads_at_once(heads: int) -> int:
+    """Heads that one program of the exact path looks after."""
+    return math.gcd(heads, 8)
+
+
 def _shape(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: the configuration, and tokens a time segment. Folding `vmap` into the batch keeps it."""
+    """How a call is cut: the configuration, tokens a time segment, and chunks a group.
+
+    Over a group a gate's gradient is summed, and between its ends no state is stored. Folding `vmap` into the batch
+    keeps the plan.
+    """
 
     config: Config
     segment: int
+    group: int
 
     @staticmethod
     def of(call: Call) -> "Plan":
         wide = call.dtype != jnp.bfloat16
         capability = _launch.capability() or 90
         config = triton_configs.configure(capability, wide, max(call.key_dim, call.value_dim))
-        unit = config.chunk * Plan(config, 0).group(call.decay)
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * _cdiv(call.value_dim, min(config.output.block, _power(call.value_dim)))
-        segments = min(config.fill // programs, call.tokens // unit)
-        return Plan(config, unit * _cdiv(call.tokens, unit * max(segments, 1)))
-
-    def group(self, decay: str) -> int:
-        """Chunks over which a gate's gradient is summed, and between whose ends no state is stored."""
-        # with one gate a head and token, the states at the ends of groups are most of what has to be stored
-        return self.config.group * (2 if decay == "head" else 1)
+        # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
+        # in segments of whole groups, these must not be long
+        for times in (2, 4) if call.decay == "head" else (1,):
+            unit = config.chunk * config.group * times
+            segments = max(1, min(config.fill // programs, call.tokens // unit))
+            if segments > 1:
+                break
+        return Plan(config, unit * _cdiv(call.tokens, unit * segments), config.group * times)
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens
@@ -91,7 +102,7 @@ class Launcher:
 
     @staticmethod
     def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
-        lengths = plan.config.chunk, plan.config.chunk * plan.group(call.decay), plan.segment
+        lengths = plan.config.chunk, plan.config.chunk * plan.group, plan.segment
         if cu_seqlens is None:
             nothing = jnp.zeros((1,), jnp.int32)
             return Launcher(call, plan, nothing, dict.fromkeys(lengths, nothing))
@@ -112,7 +123,7 @@ class Launcher:
     @property
     def group(self) -> int:
         """Chunks over which a gate's gradient is summed."""
-        return self.plan.group(self.call.decay)
+        return self.plan.group
 
     @property
     def whole(self) -> bool:
@@ -329,6 +340,7 @@ def backward(
     is_key = call.decay == "key"
     wanted = wanted or is_key
     scale = 1.0 / call.scale
+    tile = config.dots or config.gradient if wanted and not is_key else config.gradient
     ends = launcher.starts(qhat, doutput, gates, dlast, reverse=True, scale=scale)
     back: dict[str, Any] = {"reverse": True, "start_scale": 1.0 if plan.segmented(call) else scale}
     # heads that share a key are added up in float32
@@ -345,7 +357,7 @@ def backward(
     )
     dquery, _, query_dots, memory = launcher.walk(
         *(doutput, value, khat, gates, starts),
-        tile=config.gradient,
+        tile=tile,
         rows="key",
         dtype=F32 if is_key else call.dtype,
         rowdot=query if wanted and not is_key else None,
@@ -353,7 +365,7 @@ def backward(
     )
     dkey, _, key_dots, dmemory = launcher.walk(
         *(value, doutput, qhat, gates, ends),
-        tile=config.gradient,
+        tile=tile,
         rows="key",
         dtype=F32 if is_key else shared,
         rowdot=key if wanted and not is_key else None,
@@ -365,7 +377,8 @@ def backward(
         hats = (qhat, khat, dquery, dkey, memory, dmemory)
         dquery, dkey, dgate = _unfold(launcher, arrays, gates, doutput, hats, shared)
     elif wanted:
-        dgate = _head_gate_gradient(launcher, log_decay, query_dots, key_dots, memory, dmemory)
+        first = None if initial_state is None else (initial_state.astype(F32) * dstart).sum((2, 3))
+        dgate = _head_gate_gradient(launcher, log_decay, query_dots, key_dots, memory, dmemory, first)
         if call.decay == "constant":
             dgate = _sum_tokens(call, dgate, cu_seqlens)
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
@@ -477,26 +490,37 @@ def _head_gate_gradient(
     key_dots: jax.Array,
     memory: jax.Array,
     dmemory: jax.Array,
+    first: jax.Array | None,
 ) -> jax.Array:
-    call, config = launcher.call, launcher.plan.config
+    kernels, call, config = _kernels(), launcher.call, launcher.plan.config
     length = config.chunk * launcher.group
-    (dgate,) = launcher.launch(
-        _kernels().head_gate_gradient,
-        *(log_decay, query_dots, key_dots, memory, dmemory),
-        outputs=[_shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
-        programs=launcher.blocks(length) * call.heads,
-        tile=Tile(length, 4, 1),
-        length=length,
-        H=call.heads,
+    groups = launcher.blocks(length)
+    shared: dict[str, Any] = {"length": length, "H": call.heads, "C": config.chunk, "G": launcher.group}
+    (border,) = launcher.launch(
+        kernels.meet_states,
+        *(memory, dmemory),
+        outputs=[_shape(groups, call.heads)],
+        programs=groups * call.heads,
+        tile=Tile(16, 4, 1),
         K=call.key_dim,
         V=call.value_dim,
         BK=_power(call.key_dim),
-        NZ=query_dots.shape[-1],
-        C=config.chunk,
-        G=launcher.group,
         SCALE=float(call.scale),
+        **shared,
+    )
+    block = min(4, 1 << (call.heads - 1).bit_length())
+    (dgate,) = launcher.launch(
+        kernels.sum_head_gates,
+        *(log_decay, query_dots, key_dots, border, first),
+        outputs=[_shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
+        programs=groups * _cdiv(call.heads, block),
+        tile=Tile(block, 8, 1),
+        BH=block,
+        NZ=query_dots.shape[-1],
         DECAY=launcher.decay(call.decay),
+        START=first is not None,
         FLIP=call.reverse,
+        **shared,
     )
     return dgate
 
@@ -512,7 +536,6 @@ def _fold(
     fine = call.dtype == F32
     shared: dict[str, Any] = {
         "length": chunk,
-        "programs": chunks * heads,
         "H": heads,
         "HKV": call.kv_heads,
         "K": dim,
@@ -529,6 +552,7 @@ def _fold(
             _shape(chunks, heads, dim),
             _shape(chunks, heads, dtype=jnp.int32),
         ],
+        programs=chunks * heads,
         tile=Tile(_power(dim), max(1, _power(dim) // 128), 1),
         BK=_power(dim),
         LIMIT=config.limit,
@@ -539,8 +563,10 @@ def _fold(
         *(query, key, log_decay, flag, qhat, khat),
         # the last is where the kernel keeps sums of gates
         outputs=[hat, hat, _shape(chunks, heads, chunk, chunk, dtype=folded), None if fine else _shape(*hat.shape)],
+        programs=chunks * heads // _heads_at_once(heads),
         tile=config.exact,
         aliases={4: 0, 5: 1},
+        HEADS=_heads_at_once(heads),
         LEVELS=chunk.bit_length() - 1,
         BK=min(config.exact.block, _power(dim)),
         WIDE=call.dtype == jnp.float16,
@@ -574,9 +600,10 @@ def _unfold(
         kernels.exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
         outputs=[_shape(*hat), *gradients, None if fine else _shape(*hat)],
-        programs=launcher.blocks(chunk) * call.heads,
+        programs=launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads),
         tile=config.exact,
         length=chunk,
+        HEADS=_heads_at_once(call.heads),
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
         HKV=call.kv_heads,

@@ -1,0 +1,35 @@
+"""The kernels compile for GPUs that nobody here has, in the shared memory that a program may use there."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA's tables of compute capabilities
+EVERY = list(itertools.product(KIBIBYTES, ("bfloat16", "float32"), (128, 256), ("key", "head", "constant", "none")))
+# the tightest of each kind of memory; the rest takes minutes
+FEW = [
+    (80, "bfloat16", 128, "head"),
+    (89, "float32", 256, "key"),
+    (100, "bfloat16", 128, "head"),
+    (120, "bfloat16", 256, "key"),
+]
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+@pytest.mark.parametrize("capability, dtype, dim, decay", EVERY if THOROUGH else FEW)
+def test_kernels_fit(capability, dtype, dim, decay, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+    script = [sys.executable, TESTS / "triton_compile.py", capability, dtype, dim, decay]
+    # what another run compiled would prove nothing
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(map(str, script), capture_output=True, text=True, env=env, cwd=TESTS)
+    assert run.returncode == 0, run.stderr[-2000:]
+    taken = json.loads(run.stdout)
+    assert {"walk"} <= {name for name, _ in taken}
+    assert all(size <= KIBIBYTES[capability] for _, size in taken), taken

@@ -1,0 +1,64 @@
+"""Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
+
+python tests/triton_compile.py CAPABILITY DTYPE DIM DECAY
+
+A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
+"""
+
+import json
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton_cases
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import triton_gpu
+
+DTYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+
+
+def launches(capability, case):
+    """What a call and its gradient launch: kernel, types of its arguments, warps, stages, constants."""
+    found = {}
+
+    def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
+        types = tuple("i32" if isinstance(each, int) else DTYPES[str(each.dtype)] for each in (*arguments, *outputs))
+        found[kernel, types, num_warps, num_stages, tuple(constants.items())] = None
+        return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
+
+    there = {"capability": lambda: capability, "unavailable": lambda: None, "launch": launch}
+    with mock.patch.multiple(_launch, **there):
+        arrays, cotangents = triton_cases.make(case)
+        jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
+    return list(found)
+
+
+def shared_memory(capability, kernel, types, warps, stages, constants):
+    """KiB a program takes, compiled down to the GPU's own code."""
+    names, constants = [each.name for each in kernel.params], dict(constants)
+    types = dict(zip((name for name in names if name not in constants), types, strict=True))
+    aligned = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): aligned for name, type in types.items() if type.startswith("*")},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared / 1024
+
+
+def main(capability, dtype, dim, decay):
+    shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": int(dim), "V": int(dim)}
+    case = triton_cases.Case("compiled", decay=decay, dtype=dtype, **shape)
+    found = [(each[0].fn.__name__, *each) for each in launches(int(capability), case)]
+    print(json.dumps([(name, shared_memory(int(capability), *each)) for name, *each in found]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
