@@ -265,6 +265,30 @@ def test_cudnn_on_the_gpu(options):
     check(lambda **arrays: {"output": call(**arrays)["output"]}, inputs)
 
 
+CUDNN_PROBE = """
+import jax, jax.numpy as jnp, numpy as np, ejkernel
+x = jax.random.normal(jax.random.key(0), (4, 2, 2048, 4, 64), jnp.bfloat16)
+def attend(*x):
+    return ejkernel.flash_attention(*x, causal=True, dtype=None)
+run = jax.jit(lambda q, k, v, d: jax.vjp(attend, q, k, v)[1](d))
+assert ejkernel.explain(ejkernel.flash_attention, *x[:3], causal=True, dtype=None).chosen["cuda"] == "cudnn"
+first = run(*x)
+for _ in range(10):
+    for one, other in zip(first, run(*x), strict=True):
+        np.testing.assert_array_equal(one.view(jnp.uint16), other.view(jnp.uint16))
+"""
+
+
+@pytest.mark.gpu
+def test_cudnn_gradients_on_the_gpu():
+    """Equal bits too, once XLA is told to ask for them; not so by default, where they are faster."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    run = subprocess.run(
+        [sys.executable, "-c", CUDNN_PROBE], capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags}
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 PROBE = """
 import hashlib, jax, numpy as np, ejkernel
 x = np.random.default_rng(0).normal(size=(4, 2, 70, 2, 8)).astype(np.float32)
