@@ -1,6 +1,7 @@
 """Shared by all tests: the two precisions, comparison against float64, and how much the property tests draw."""
 
 import os
+import sys
 
 import hypothesis
 import jax
@@ -38,3 +39,9 @@ def assert_close(actual, expected, tolerance, what="", scale=None):
     assert np.isfinite(actual).all(), f"{what}: {np.count_nonzero(~np.isfinite(actual))} values are not finite"
     error = np.abs(actual - expected).max() / (scale or np.abs(expected).max() or 1.0)
     assert error <= tolerance, f"{what}: error {error:.2e}, allowed {tolerance:.2e}"
+
+
+def pytest_sessionfinish():
+    # pytest-xdist ends a worker that takes its time to exit, and with it what coverage would save last of all
+    if (coverage := sys.modules.get("coverage")) and (current := coverage.Coverage.current()):
+        current.save()
