@@ -183,6 +183,7 @@ REFUSED = [
     (lambda: _checks.integer_dtype("d", "no"), TypeError, "d: got 'no'; expected an integer dtype"),
     (lambda: _checks.floating_dtype("d", int), TypeError, "d: got int64; expected a floating-point dtype"),
     (lambda: _checks.floating_dtype("d", None), TypeError, "d: got None; expected a floating-point dtype"),
+    (lambda: _checks.token_mask("all"), TypeError, "mask: got str; expected an array"),
     (lambda: _checks.token_mask(np.ones((1, 2))), TypeError, "mask: got dtype float32; expected bool"),
     (lambda: _checks.token_mask(np.ones(2, bool)), ValueError, "mask: got shape (2,); expected [B, T]"),
     (
