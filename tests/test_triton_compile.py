@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from properties import THOROUGH
 
 TESTS = Path(__file__).parent
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA's tables of compute capabilities
@@ -19,7 +20,6 @@ FEW = [
     (100, "bfloat16", 128, "head"),
     (120, "bfloat16", 256, "key"),
 ]
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 @pytest.mark.parametrize("capability, dtype, dim, decay", EVERY if THOROUGH else FEW)

@@ -15,11 +15,10 @@ import triton
 import triton_cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_interpreter import DTYPES
 
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton_gpu
-
-DTYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 
 
 def launches(capability, case):
@@ -27,7 +26,9 @@ def launches(capability, case):
     found = {}
 
     def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
-        types = tuple("i32" if isinstance(each, int) else DTYPES[str(each.dtype)] for each in (*arguments, *outputs))
+        types = tuple(
+            "i32" if isinstance(each, int) else "*" + DTYPES[str(each.dtype)] for each in (*arguments, *outputs)
+        )
         found[kernel, types, num_warps, num_stages, tuple(constants.items())] = None
         return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
 

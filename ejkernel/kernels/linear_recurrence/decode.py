@@ -59,15 +59,14 @@ def steps(
     precision: lax.Precision,
 ) -> tuple[jax.Array, jax.Array]:
     """`recurrent` for few tokens that are not packed, one `step` after the other."""
-    one = replace(call, tokens=1)
-    gamma = log_decay if call.decay == "constant" else None
-    of_tokens = query, key, value, log_decay if gamma is None else None, value_log_decay
+    one, constant = replace(call, tokens=1), call.decay == "constant"
+    arrays = query, key, value, None if constant else log_decay, value_log_decay
 
     def visit(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, a, b = jax.tree.map(lambda x: x[:, None], token)
-        output, state = step(one, q, k, v, a if gamma is None else gamma, b, state, precision)
+        output, state = step(one, q, k, v, log_decay if constant else a, b, state, precision)
         return state, output[:, 0]
 
-    of_tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), of_tokens)
-    state, output = lax.scan(visit, state, of_tokens, reverse=call.reverse)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    state, output = lax.scan(visit, state, tokens, reverse=call.reverse)
     return jnp.moveaxis(output, 0, 1), state
