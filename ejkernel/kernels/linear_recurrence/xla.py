@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.linear_recurrence import decode, xla_chunk, xla_layout, xla_value_chunk
+from ejkernel.kernels.linear_recurrence import decode, xla_chunk, xla_layout, xla_rows, xla_value_chunk
 from ejkernel.kernels.linear_recurrence._call import Call
 from ejkernel.kernels.linear_recurrence.xla_layout import Chunks
 
@@ -144,7 +145,23 @@ def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results
     def by_tokens() -> Results:
         return decode.steps(call, *inputs[:-1], _slots(call, inputs)[0], precision=_precision(call))
 
-    return lax.platform_dependent(cpu=by_tokens, default=by_chunks) if decode.pays(call) else by_chunks()
+    def by_rows() -> Results:
+        output, states = xla_rows.walk(call, *inputs[:4], _slots(call, inputs)[0])
+        rest = call.tokens - xla_rows.taken(call)
+        if not rest:
+            return output, states
+        first, gamma = 0 if call.reverse else call.tokens - rest, inputs.log_decay
+        tokens = inputs._replace(initial_state=None, log_decay=None if call.decay == "constant" else gamma)
+        last = jax.tree.map(lambda x: lax.slice_in_dim(x, first, first + rest, axis=1), tokens)
+        last = last._replace(initial_state=states, log_decay=gamma if call.decay == "constant" else last.log_decay)
+        piece, states = _primal(replace(call, tokens=rest), last, None)
+        return lax.dynamic_update_slice_in_dim(output, piece, first, 1), states
+
+    if decode.pays(call):
+        return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
+    if xla_rows.pays(call):
+        return lax.platform_dependent(cpu=by_rows, default=by_chunks)
+    return by_chunks()
 
 
 def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:

@@ -2,7 +2,7 @@
 
 Everything here is `[B, H, C, ·]` in the dtype of the states. A decay factor is a product of `exp(gate)`, or `exp` of a
 sum of gates over a run of tokens, never a quotient. Where such a sum is a difference of running sums, these are exact
-(`_split`). So nothing overflows whatever the gates are, a reset (`-inf`) is an exact 0, and a huge gate costs its
+(`split`). So nothing overflows whatever the gates are, a reset (`-inf`) is an exact 0, and a huge gate costs its
 neighbours no digits.
 """
 
@@ -101,11 +101,11 @@ def total_decay(log_decay: jax.Array | None) -> jax.Array:
     """
     if log_decay is None:
         return jnp.ones((1, 1, 1), np.float32)
-    coarse, rest = _split(log_decay)
+    coarse, rest = split(log_decay)
     return jnp.exp(coarse.sum(-2)) * jnp.exp(rest.sum(-2))
 
 
-def _split(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gates as multiples of 1/256, whose sums are exact, and rests, whose sums are tiny."""
     # exp is exactly 0 there already, and sums of infinities would be NaN
     gates = jnp.maximum(log_decay, -200.0 if log_decay.dtype == jnp.float32 else -1600.0)
@@ -143,7 +143,7 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
         pairs = jnp.asarray(causal)
         since = until = jnp.ones((1, 1, q.shape[-2], 1), q.dtype)
     else:
-        pairs, since, until = _decays_by_head(chunk.log_decay)
+        pairs, since, until = decays_by_head(chunk.log_decay)
 
     def pair_gradients(do: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_products = jnp.where(earlier, einsum("...tv,...sv->...ts", do, v) * pairs, 0)
@@ -152,14 +152,14 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
     return _Scores(products * pairs, since, until, pair_gradients)
 
 
-def _decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decays between all pairs of tokens `[B, H, C, C]`, since the chunk's start and until its end, `[B, H, C, 1]`.
 
     A difference of running sums would lose what follows a huge gate, so it is taken of either part and added last.
     """
     C = log_decay.shape[-2]
     causal = np.tril(np.ones((C, C), log_decay.dtype))
-    parts = jnp.concatenate(_split(log_decay), -1)
+    parts = jnp.concatenate(split(log_decay), -1)
     sums = jnp.einsum("tu,...ud->...td", causal, parts, precision=lax.Precision.HIGHEST)
     runs = sums[..., :, None, :] - sums[..., None, :, :]
     pairs = jnp.exp(jnp.where(causal > 0, runs[..., 0] + runs[..., 1], -jnp.inf))
