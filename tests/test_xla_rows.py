@@ -56,25 +56,39 @@ def test_any_number_of_rows_and_heads(heads):
     check(Case("rows", batch=3, heads=heads, kv_heads=1, gates={"g": "ordinary"}, narrow=("g",)).arrays(np.float32))
 
 
-def test_strong_gates_of_some_steps_only():
-    """Steps of both kinds hand states to each other; one strong gate is enough to make a step strong."""
-    arrays = Case("some", tokens=80, gates={"g": "ordinary"}, state="each").arrays(np.float32)
-    arrays["g"][0, 37, 1, 2] = -1e4
-    arrays["g"][1, 70, 0, 0] = -np.inf
-    check(arrays)
+def mild(call, query, key, gates):
+    return bool(xla_rows.are_mild(call, query, key, jnp.asarray(gates, np.float32)))
 
 
-def test_which_steps_are_mild():
+@pytest.mark.parametrize("decay", ["head", "key"])
+def test_which_calls_are_mild(decay):
     """By both halves of every chunk, and by the largest query or key."""
-    call = Call(1, 48, 2, 2, 2, 2, 1, False, "key", False, 1.0, False, np.dtype(np.float32))  # steps of 16 tokens
-    ones, gates = jnp.ones((1, 48, 2, 2)), np.zeros((1, 48, 2, 2), np.float32)
-    gates[0, 17:20, 1, 1] = -20.1
-    gates[0, 34:38, 0, 1] = -15.1  # as much, over the border between halves
-    assert xla_rows._are_mild(call, ones, ones, jnp.asarray(gates)).tolist() == [True, False, True]
+    shape = (1, 39, 2, 2)
+    call = Call(1, 39, 2, 2, 2, 2, 1, False, decay, False, 1.0, False, np.dtype(np.float32))  # steps of 16 tokens
+    ones, gates = jnp.ones(shape), np.zeros(shape if decay == "key" else shape[:3])
+    gates[0, 10:14, 1] = -20.1  # 40.2 before the middle of a chunk, 40.2 after it
+    assert mild(call, ones, ones, gates)
     for other in (1e13, jnp.nan):
-        assert not xla_rows._are_mild(call, ones, ones.at[0, 0].set(other), jnp.asarray(gates)).any()
-    gates[0, 3] = np.nan
-    assert xla_rows._are_mild(call, ones, ones, jnp.asarray(gates)).tolist() == [False, False, True]
+        assert not mild(call, ones.at[0, 38].set(other), ones, gates)
+        assert not mild(call, ones, ones.at[0, 38].set(other), gates)
+    for other in (-20.1, 20.1, np.nan, -np.inf):
+        assert not mild(
+            call, ones, ones, np.where(np.arange(39).reshape(39, *(1,) * (gates.ndim - 2)) == 9, other, gates)
+        )
+    gates[0, 32:] = -np.inf  # not in a whole step
+    assert mild(call, ones, ones, gates)
+    assert not mild(replace(call, reverse=True), ones, ones, gates)
+
+
+def test_a_batch_is_mild_if_all_of_it_is():
+    """And asks once, not once each: then only one of the two ways is computed."""
+    call = Call(1, 16, 2, 2, 2, 2, 1, False, "key", False, 1.0, False, np.dtype(np.float32))
+    ones, gates = jnp.ones((1, 16, 2, 2)), -jnp.ones((3, 1, 16, 2, 2))
+    ask = jax.vmap(lambda gates: xla_rows.are_mild(call, ones, ones, gates), out_axes=None)
+    twice = jax.vmap(ask, out_axes=None)
+    assert ask(gates) and twice(gates[None])
+    strong = gates.at[1].multiply(100)
+    assert not ask(strong) and not twice(strong[None])
 
 
 @pytest.mark.parametrize("strength", [-59.0, -2.0])
@@ -125,9 +139,8 @@ def test_half_precision(dtype):
 
 
 def test_vmap():
-    """A batch that has strong gates in one entry only."""
     arrays = Case("vmap", gates={"g": "ordinary"}, tokens=40, state="each").arrays(np.float32)
-    other = arrays | {"g": 100 * arrays["g"]}
+    other = arrays | {"g": arrays["g"] / 2}
     outputs, finals = jax.vmap(lambda x: recurrent(**x))(jax.tree.map(lambda *x: np.stack(x), arrays, other))
     for x, output, final in zip((arrays, other), outputs, finals, strict=True):
         expected = oracle.recurrent(**x)
@@ -144,11 +157,11 @@ def test_shard_map(gates):
     assert_close(jax.jit(run)(arrays)[0], oracle.recurrent(**arrays)[0], TOLERANCE)
 
 
-@pytest.mark.parametrize("platform, whole_batch", [("cpu", False), ("cuda", True)])
-def test_who_takes_rows_one_by_one(platform, whole_batch):
+@pytest.mark.parametrize("platform, by_rows", [("cpu", True), ("cuda", False)])
+def test_who_takes_rows_one_by_one(platform, by_rows):
     x = jnp.ones((2, 64, 3, 4))
     text = jax.jit(lambda x: _xla.recurrent(x, x, x)).trace(x).lower(lowering_platforms=(platform,)).as_text()
-    assert ("batching_dims" in text) == whole_batch
+    assert (text.count("dot_general") >= 4 * xla_rows.LANES) == by_rows  # four products each
 
 
 def test_pays(monkeypatch):

@@ -146,21 +146,26 @@ def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results
         return decode.steps(call, *inputs[:-1], _slots(call, inputs)[0], precision=_precision(call))
 
     def by_rows() -> Results:
+        """Of the tokens that are visited first, as many as it takes; the last ones otherwise."""
         output, states = xla_rows.walk(call, *inputs[:4], _slots(call, inputs)[0])
-        rest = call.tokens - xla_rows.taken(call)
+        rest, gamma = call.tokens - xla_rows.taken(call), inputs.log_decay
         if not rest:
             return output, states
-        first, gamma = 0 if call.reverse else call.tokens - rest, inputs.log_decay
+        first = 0 if call.reverse else call.tokens - rest
         tokens = inputs._replace(initial_state=None, log_decay=None if call.decay == "constant" else gamma)
         last = jax.tree.map(lambda x: lax.slice_in_dim(x, first, first + rest, axis=1), tokens)
         last = last._replace(initial_state=states, log_decay=gamma if call.decay == "constant" else last.log_decay)
         piece, states = _primal(replace(call, tokens=rest), last, None)
         return lax.dynamic_update_slice_in_dim(output, piece, first, 1), states
 
+    def by_rows_if_mild() -> Results:
+        mild = xla_rows.are_mild(call, inputs.query, inputs.key, inputs.log_decay)
+        return lax.cond(mild, by_rows, by_chunks)
+
     if decode.pays(call):
         return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
     if xla_rows.pays(call):
-        return lax.platform_dependent(cpu=by_rows, default=by_chunks)
+        return lax.platform_dependent(cpu=by_rows_if_mild, default=by_chunks)
     return by_chunks()
 
 

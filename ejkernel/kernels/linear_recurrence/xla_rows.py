@@ -1,12 +1,15 @@
-"""The forward of a CPU without gradients: every row and head on matrices of its own.
+"""The forward of a CPU without gradients: every row and head on matrices of its own, decays split once a chunk.
 
 Up to JAX 0.11 XLA's CPU backend multiplies a batch of small matrices on one core, and runs operations side by side
 only while more than eight of them wait. So nothing is batched here: a step takes `LANES` chunks, of as many rows and
 heads as there are and then of as many chunks of each, and every one of them goes through products of its own.
+
+The decay between two tokens is a quotient of two factors, which reach from each of them to the middle of the chunk.
+That is half the work of `xla_chunk`, and right for decays that are mild (`are_mild`), not for all.
 """
 
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +23,19 @@ from ejkernel.kernels.linear_recurrence._call import Call
 # Twice as many are no faster; half as many are a tenth slower, and compile in half the time.
 LANES = 32
 
-# One reference serves a whole chunk of key decays if no more than this adds up in either half of it and no query or key
-# is larger than that: factors then stay below e^60, and what is multiplied by them below float32's largest number.
+# Decays are mild if no more than this adds up in any half of a chunk and no query or key is larger than that: factors
+# then stay below e^60, and what is multiplied by one below float32's largest number.
 MILD, MODERATE = 60.0, 1e12
 
-Pair = tuple[jax.Array, jax.Array]
-# One state a row and head, and one output a chunk, in the order of the visits.
-Visited = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-
 _dot = functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
-_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Factors(NamedTuple):
+    """Decays of a chunk, for one key dim each or for all of them."""
+
+    from_middle: jax.Array  # from the middle to a token, the inverse of it before the middle, [..., C, 1 or K]
+    to_middle: jax.Array  # from the chunk's start, [..., 1, 1 or K]
+    total: jax.Array  # from start to end
 
 
 def pays(call: Call) -> bool:
@@ -59,78 +65,66 @@ def _lanes(call: Call) -> tuple[int, int]:
     return rows, 1 << (chunks.bit_length() - 1)
 
 
+def are_mild(call: Call, query: jax.Array, key: jax.Array, log_decay: jax.Array | None) -> jax.Array:
+    """Whether this is right for a call, all chunks of it. A NaN is neither mild nor moderate."""
+    half = xla_layout.chunk_size(call) // 2
+    gates = _taken(call, _gates(call, query, log_decay))
+    gates = gates.reshape(call.batch, -1, half, *gates.shape[2:])
+    # XLA's CPU backend takes ten times as long for a sum over an axis in the middle
+    sums = lax.fori_loop(1, half, lambda i, total: total + jnp.abs(gates[:, :, i]), jnp.abs(gates[:, :, 0]))
+    moderate = (jnp.abs(query).max() <= MODERATE) & (jnp.abs(key).max() <= MODERATE)
+    return _everywhere((sums.max() <= MILD) & moderate)
+
+
+@jax.custom_batching.custom_vmap
+def _everywhere(condition: jax.Array) -> jax.Array:
+    """One answer for a whole batch: with one each, `cond` would compute both of its branches."""
+    return condition
+
+
+@_everywhere.def_vmap
+def _(size: int, in_batched: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
+    return _everywhere(condition.all()), False
+
+
 def walk(
     call: Call, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array | None, starts: jax.Array
-) -> Pair:
+) -> tuple[jax.Array, jax.Array]:
     """The output, 0 for tokens that are not taken, and the states `[B, H, K, V]` behind the last that is."""
     C, (rows, chunks) = xla_layout.chunk_size(call), _lanes(call)
     steps, offset = taken(call) // (chunks * C), call.tokens - taken(call) if call.reverse else 0
     in_order = range(chunks)[::-1] if call.reverse else range(chunks)
     gates = _gates(call, query, log_decay)
-    taken_gates = lax.slice_in_dim(gates, offset, offset + taken(call), axis=1)
-    if call.decay == "key":
-        mild = _are_mild(call, query, key, taken_gates)
-    else:
-        by_chunk = _by_chunk(call, taken_gates)
-        _, since, until = xla_chunk.decays_by_head(by_chunk)
+    by_head = None if call.decay == "key" else _factors(_by_chunk(call, _taken(call, gates)))
 
     def visit(first: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array], step: jax.Array) -> tuple[tuple, None]:
         """A step of the rows and heads from `first` on."""
+        states, output = list(carry[0]), carry[1]
 
-        def place(i: int, c: int | jax.Array, heads: int) -> tuple:
+        def place(i: int, c: int, heads: int) -> tuple:
             row, head = (first + i) // call.heads, (first + i) % call.heads
             return row, offset + (step * chunks + c) * C, head // (call.heads // heads), 0
 
-        def cut(x: jax.Array, i: int, c: int | jax.Array) -> jax.Array:
+        def cut(x: jax.Array, i: int, c: int) -> jax.Array:
             x = lax.dynamic_slice(x, place(i, c, x.shape[2]), (1, C, 1, x.shape[3]))
             x = x.reshape(C, -1).astype(call.state_dtype)
             return jnp.flip(x, 0) if call.reverse else x
 
-        def one_by_one(advance: Callable[[int, int, jax.Array], Pair], starts: tuple[jax.Array, ...]) -> Visited:
-            states, outputs = list(starts), []
-            for c in in_order:
-                for i in range(rows):
-                    output, states[i] = advance(i, c, states[i])
-                    outputs.append(output)
-            return tuple(states), tuple(outputs)
-
-        def of_head(i: int, c: int, state: jax.Array) -> Pair:
-            q, k, v = (cut(x, i, c) for x in (query, key, value))
+        def factors(i: int, c: int) -> Factors:
+            if by_head is None:
+                return _factors(cut(gates, i, c))
             at = first + i, step * chunks + c, 0, 0
-            to, after = (lax.dynamic_slice(x, at, (1, 1, C, 1)).reshape(C, 1) for x in (since, until))
-            output = _dot(_dot(q, k.T) * pairs[i, c], v) + to * _dot(q, state)
-            return output, to[-1] * state + _dot(k.T, after * v)
+            return jax.tree.map(lambda x: lax.dynamic_slice(x, at, (1, 1, *x.shape[2:]))[0, 0], by_head)
 
-        def of_mild_key(i: int, c: int, state: jax.Array) -> Pair:
-            q, k, v, a = (cut(x, i, c) for x in (query, key, value, gates))
-            return _split_in_the_middle(q, k, v, a, state)
+        for c in in_order:
+            for i in range(rows):
+                q, k, v = (cut(x, i, c) for x in (query, key, value))
+                x, states[i] = _chunk(q, k, v, factors(i, c), states[i])
+                x = (call.scale * (jnp.flip(x, 0) if call.reverse else x)).astype(call.dtype)
+                output = lax.dynamic_update_slice(output, x[None, :, None], place(i, c, call.heads))
+        return (tuple(states), output), None
 
-        def of_key(starts: tuple[jax.Array, ...]) -> Visited:
-            """All rows and heads of a chunk in one product after all: one by one, the many blocks compile too long."""
-
-            def advance(states: jax.Array, c: jax.Array) -> Pair:
-                q, k, v, a = (jnp.stack([cut(x, i, c) for i in range(rows)])[None] for x in (query, key, value, gates))
-                effect = xla_chunk.effect(xla_chunk.Chunk(q, k, v, a, None), _einsum)
-                output = effect.within + _einsum("...tk,...kv->...tv", effect.query, states)
-                return effect.kept * states + effect.written, output[0]
-
-            states, outputs = lax.scan(advance, jnp.stack(starts)[None], jnp.asarray(in_order))
-            return tuple(states[0]), tuple(outputs.reshape(-1, C, call.value_dim))
-
-        states, output = carry
-        if call.decay == "key":
-            states, outputs = lax.cond(mild[step], functools.partial(one_by_one, of_mild_key), of_key, states)
-        else:
-            # of all lanes, and from a slice that was written to memory: inside of a lane `exp` is not vectorised
-            own = lax.dynamic_slice(by_chunk, (first, step * chunks, 0, 0), (rows, chunks, C, 1))
-            pairs = xla_chunk.decays_by_head(own)[0]
-            states, outputs = one_by_one(of_head, states)
-        for x, (c, i) in zip(outputs, ((c, i) for c in in_order for i in range(rows)), strict=True):
-            x = (call.scale * (jnp.flip(x, 0) if call.reverse else x)).astype(call.dtype)
-            output = lax.dynamic_update_slice(output, x[None, :, None], place(i, c, call.heads))
-        return (states, output), None
-
-    def visit_all(output: jax.Array, some: Pair) -> Pair:
+    def visit_all(output: jax.Array, some: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """All steps of some rows and heads."""
         first, starts = some
         body = functools.partial(visit, first)
@@ -152,42 +146,45 @@ def _gates(call: Call, query: jax.Array, log_decay: jax.Array | None) -> jax.Arr
     return jnp.broadcast_to(log_decay[:, None], shape) if call.decay == "constant" else log_decay
 
 
+def _taken(call: Call, x: jax.Array) -> jax.Array:
+    """The tokens that the steps take."""
+    return x[:, call.tokens - taken(call) :] if call.reverse else x[:, : taken(call)]
+
+
 def _by_chunk(call: Call, gates: jax.Array) -> jax.Array:
     """`[B, T, H]` as `[B · H, chunks, C, 1]`, a chunk's in the order they are visited."""
     gates = jnp.moveaxis(gates, 2, 1).reshape(call.batch * call.heads, -1, xla_layout.chunk_size(call), 1)
     return jnp.flip(gates, 2) if call.reverse else gates
 
 
-def _are_mild(call: Call, query: jax.Array, key: jax.Array, gates: jax.Array) -> jax.Array:
-    """Whether one reference is safe for all chunks of a step, `[steps]`."""
-    half = xla_layout.chunk_size(call) // 2
-    gates = gates.reshape(call.batch, -1, half, call.heads, call.key_dim)
-    # XLA's CPU backend takes ten times as long for a sum over an axis in the middle
-    sums = lax.fori_loop(1, half, lambda i, total: total + jnp.abs(gates[:, :, i]), jnp.abs(gates[:, :, 0]))
-    moderate = jnp.maximum(jnp.abs(query).max(), jnp.abs(key).max()) <= MODERATE
-    # a NaN is neither mild nor moderate
-    return (sums.max((0, 2, 3)) <= MILD).reshape(-1, 2 * _lanes(call)[1]).all(1) & moderate
-
-
-@jax.jit  # traced once for all lanes
-def _split_in_the_middle(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, state: jax.Array) -> Pair:
-    """Output and next state of a chunk whose key decays are mild."""
-    C = len(q)
-    causal, late = np.tril(np.ones((C, C), q.dtype)), np.arange(C) >= C // 2
+def _factors(gates: jax.Array) -> Factors:
+    """Of mild gates `[..., C, D]`."""
+    C = gates.shape[-2]
+    causal, late = np.tril(np.ones((C, C), gates.dtype)), np.arange(C) >= C // 2
     # which gates lie between a token and the middle, with the sign turned before it
-    between = np.where(late[:, None], causal * late, (causal - 1) * ~late).astype(q.dtype)
-    gates = jnp.concatenate(xla_chunk.split(log_decay), 1)
-    sums = _dot(between, gates)
-    early = gates[:1] - sums[:1]  # all gates before the middle
-    factor = _exp(sums)
-    # transposed in memory: XLA's CPU backend is faster at products of which no side is transposed
-    read, written = q * factor, lax.optimization_barrier((k / factor).T)
-    scores = jnp.where(causal > 0, _dot(read, written), 0)
-    output = _dot(scores, v) + _dot(read, _exp(early).T * state)
-    return output, _exp(early + sums[-1:]).T * state + factor[-1:].T * _dot(written, v)
+    between = np.where(late[:, None], causal * late, (causal - 1) * ~late).astype(gates.dtype)
+    parts = jnp.concatenate(xla_chunk.split(gates), -1)
+    sums = jnp.matmul(between, parts, precision=lax.Precision.HIGHEST)
+    early = parts[..., :1, :] - sums[..., :1, :]  # all gates before the middle
+    return Factors(_exp(sums), _exp(early), _exp(early + sums[..., -1:, :]))
 
 
 def _exp(parts: jax.Array) -> jax.Array:
     """`exp` of exact sums and, beside them, of those of the rests: at most 1/8, so a polynomial will do."""
     coarse, rest = jnp.split(parts, 2, -1)
     return jnp.exp(coarse) * (1 + rest * (1 + rest * (1 / 2 + rest * (1 / 6 + rest * (1 / 24 + rest / 120)))))
+
+
+def _chunk(q: jax.Array, k: jax.Array, v: jax.Array, factors: Factors, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and next state of one chunk, `q [C, K]` and so on."""
+    from_middle, to_middle, total = factors
+    read, written = q * from_middle, k / from_middle
+    if from_middle.shape[1] > 1:
+        # transposed in memory: XLA's CPU backend is faster at products of which no side is transposed
+        transposed = lax.optimization_barrier(written.T)
+        at_start = _dot(read, to_middle.T * state)
+    else:
+        transposed, at_start = written.T, to_middle * _dot(read, state)
+    # pairs that nobody reads may have overflowed
+    scores = jnp.where(np.tri(len(q), dtype=bool), _dot(read, transposed), 0)
+    return _dot(scores, v) + at_start, total.T * state + from_middle[-1:].T * _dot(transposed, v)
