@@ -159,19 +159,19 @@ def _by_chunk(call: Call, gates: jax.Array) -> jax.Array:
 
 def _factors(gates: jax.Array) -> Factors:
     """Of mild gates `[..., C, D]`."""
-    C = gates.shape[-2]
-    causal, late = np.tril(np.ones((C, C), gates.dtype)), np.arange(C) >= C // 2
-    # which gates lie between a token and the middle, with the sign turned before it
-    between = np.where(late[:, None], causal * late, (causal - 1) * ~late).astype(gates.dtype)
-    parts = jnp.concatenate(xla_chunk.split(gates), -1)
-    sums = jnp.matmul(between, parts, precision=lax.Precision.HIGHEST)
-    early = parts[..., :1, :] - sums[..., :1, :]  # all gates before the middle
-    return Factors(_exp(sums), _exp(early), _exp(early + sums[..., -1:, :]))
+    *lead, C, D = gates.shape
+    # which gates of its half of a chunk lie between a token and the middle, with the sign turned before it
+    late = np.tri(C // 2, dtype=gates.dtype)
+    between = np.stack([late - 1, late])
+    parts = [x.reshape(*lead, 2, C // 2, D) for x in xla_chunk.split(gates)]
+    sums = [jnp.matmul(between, x, precision=lax.Precision.HIGHEST).reshape(*lead, C, D) for x in parts]
+    early = [x[..., 0, :1, :] - y[..., :1, :] for x, y in zip(parts, sums, strict=True)]
+    total = [x + y[..., -1:, :] for x, y in zip(early, sums, strict=True)]
+    return Factors(_exp(*sums), _exp(*early), _exp(*total))
 
 
-def _exp(parts: jax.Array) -> jax.Array:
-    """`exp` of exact sums and, beside them, of those of the rests: at most 1/8, so a polynomial will do."""
-    coarse, rest = jnp.split(parts, 2, -1)
+def _exp(coarse: jax.Array, rest: jax.Array) -> jax.Array:
+    """`exp` of an exact sum and the sum of its rests: at most 1/8, so a polynomial will do."""
     return jnp.exp(coarse) * (1 + rest * (1 + rest * (1 / 2 + rest * (1 / 6 + rest * (1 / 24 + rest / 120)))))
 
 
