@@ -68,6 +68,13 @@ def speed() -> list[Row]:
             bars={"recurrent": 1 / gradient_bar},
             rounds=2,  # the scan keeps a state a token: 4 GiB, and many seconds
         )
+    constant = {name: array for name, array in x.items() if name != "g"} | {"g_gamma": -0.1 * jnp.arange(8.0)}
+    rows += compare(
+        "T 8192 H 8 K V 128, one gate a head: forward",
+        {"lax.scan": forward(token_scan, x), "recurrent": forward(recurrent, constant)},
+        bars={"recurrent": 1 / 4},
+        rounds=11,
+    )
     return rows
 
 
