@@ -87,6 +87,9 @@ WORKS = [
     Work("gla-K256-V256", H=8, K=256, V=256),
     Work("gla-float32", dtype="float32"),
     Work("simple_gla-float32", decay="head", dtype="float32"),
+    Work("gla-float16", dtype="float16"),
+    Work("simple_gla-float16", decay="head", dtype="float16"),
+    Work("simple_gla-float16-backward", decay="head", dtype="float16", backward=True),
     Work("gla-T32768", B=1, T=32768),
     Work("gla-T32768-packed", B=1, T=32768, sequences=32),
 ]
@@ -192,7 +195,7 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
     results = function(*sets[0])
     moved = sum(x.nbytes for x in jax.tree.leaves((sets[0] if work.backward else sets[0][:6], results)))
     found = errors(work, sets[0], results)
-    bound = 2e-2 if work.dtype == "bfloat16" else 1e-4
+    bound = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}[work.dtype]
     if not max(found) < bound:
         raise RuntimeError(f"{work.name}: errors {found}")
     return {

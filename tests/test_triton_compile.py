@@ -12,7 +12,8 @@ from properties import THOROUGH
 
 TESTS = Path(__file__).parent
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA's tables of compute capabilities
-EVERY = list(itertools.product(KIBIBYTES, ("bfloat16", "float32"), (128, 256), ("key", "head", "constant", "none")))
+DTYPES = ("bfloat16", "float16", "float32")
+EVERY = list(itertools.product(KIBIBYTES, DTYPES, (128, 256), ("key", "head", "constant", "none")))
 # the tightest of each kind of memory; the rest takes minutes
 FEW = [
     (80, "bfloat16", 128, "head"),

@@ -1,6 +1,7 @@
 """The Triton kernels of the gated linear recurrence on an NVIDIA GPU, against float64: `pytest -m gpu`."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,7 @@ import oracle as recurrence_oracle
 import pytest
 from conftest import assert_close
 from linear_attention_cases import CASES as FRONT_CASES
-from triton_cases import NAMES, Case, assert_matches, make, oracle, results
+from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make_beyond_float16, oracle, results
 
 import ejkernel
 from ejkernel.kernels import _launch
@@ -38,29 +39,45 @@ BASE = Case("key", T=333, B=2, H=4, Hkv=4, K=128, V=128, scale=128**-0.5, dtype=
 UNEVEN = {"lengths": (1, 0, 130, 64, 63, 60), "T": 333}
 
 
-def run(case, seed=0):
-    """Results by the kernels and by float64, and float64's output computed in float32 and rounded at the end."""
-    arrays, cotangents = make(case, seed)
-    return results(triton_gpu.run, case.call, arrays, cotangents), oracle(case.call, arrays, cotangents)
-
-
 def check(case):
-    actual, expected = run(case)
+    arrays, cotangents = make(case)
+    if case.decay == "head" and case.dtype == "bfloat16":
+        # what the last tokens write is part of ⟨S, dS⟩ at the end, not of their gates' gradient: it cancels but for its
+        # rounding: held to 1e-2 where dS is as large there as what the outputs bring a state
+        cotangents = cotangents[0], cotangents[1] * case.scale
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    expected = oracle(case.call, arrays, cotangents)
     tolerance = TOLERANCE[case.dtype]
-    if case.decay == "constant" and case.dtype != "float32":
-        # one number a head, which sums the errors of all of its tokens: all but one of these cases are within 1e-2
-        tolerance = {**tolerance, "decay": 2e-2}
+    if case.decay == "constant" and case.dtype == "bfloat16":
+        # one number a head is a sum over tokens of either sign: held to the size of what is summed, not of what is left
+        size = np.linalg.norm(sizes_of_token_gradients(case, arrays, cotangents))
+        error = np.linalg.norm(np.asarray(actual[5], np.float64) - expected[5])
+        assert error <= 1e-2 * size, f"decay: error {error / size:.2e} of the terms"
+        tolerance = {**tolerance, "decay": np.inf}
     assert_matches(actual, expected, tolerance)
     if case.dtype != "float32":
-        # at most twice the error of rounding the exact answer
+        # beside the answer's own rounding, that of states and scores; with key gates also of folded query and key: four
+        # equal errors, which make twice one
         rounded = np.asarray(jnp.asarray(expected[0]).astype(case.dtype)).astype(np.float64)
         least = np.linalg.norm(rounded - expected[0])
         error = np.linalg.norm(np.asarray(actual[0]).astype(np.float64) - expected[0])
-        assert error <= 2.1 * least, f"output: {error / least:.2f} times the error of rounding"
+        assert error <= 2 * least, f"output: {error / least:.2f} times the error of rounding"
+
+
+def sizes_of_token_gradients(case, arrays, cotangents):
+    """Σ|dg| over each sequence's tokens, were each token's gate its own: `[N, H]`."""
+    borders = np.cumsum([0, *(case.lengths or [case.T] * case.B)])
+    owner = np.repeat(np.arange(len(borders)), [*np.diff(borders), max(0, case.call.batch * case.T - borders[-1])])
+    padded = jnp.pad(arrays[3], ((0, 1), (0, 0)))
+    gate = padded[owner].reshape(case.call.batch, case.T, case.H)
+    tokens = oracle(replace(case, decay="head").call, (*arrays[:3], gate, *arrays[4:]), cotangents)[5]
+    tokens = np.abs(tokens).reshape(-1, case.H)
+    return np.stack([tokens[i:j].sum(0) for i, j in itertools.pairwise(borders)])
 
 
 SHAPES = [
     {"name": "plain"},
+    {"name": "whole-chunks", "T": 320},
     {"name": "no-state", "state": False},
     {"name": "shared-heads", "Hkv": 1},
     {"name": "odd-dims", "K": 72, "V": 40},
@@ -71,6 +88,7 @@ SHAPES = [
 GATES = [
     ("none", "mild"),
     ("constant", "mild"),
+    ("constant", "unscaled"),
     ("head", "unscaled"),
     ("head", "resets"),
     ("key", "mild"),
@@ -90,9 +108,19 @@ def test_any_gate(gate):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("decay, gate", [("none", "mild"), ("head", "resets"), ("key", "mild"), ("key", "resets")])
+@pytest.mark.parametrize("decay, gate", [*GATES, ("head", "strong"), ("key", "strong")])
 def test_dtypes(dtype, decay, gate):
     check(replace(BASE, decay=decay, gate=gate, dtype=dtype, B=1))
+
+
+@pytest.mark.parametrize("factors", BEYOND_FLOAT16, ids=str)
+@pytest.mark.parametrize("decay, gate", [each for each in GATES if each[1] != "unscaled"])
+def test_float16_overflows_nowhere_in_between(decay, gate, factors):
+    case = replace(BASE, decay=decay, gate=gate, dtype="float16", B=1, state=False)
+    arrays = make_beyond_float16(case, factors)
+    expected = oracle(case.call, arrays, make(case)[1])
+    for got, wanted in zip(triton_gpu.run(case.call, *arrays), expected[:2], strict=True):
+        assert_close(got, wanted, 2e-3)
 
 
 @pytest.mark.parametrize("decay", ["head", "key"])

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from triton_cases import NAMES, Case, assert_matches, make, oracle, results
+from conftest import assert_close
+from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make_beyond_float16, oracle, results
 
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu, xla
@@ -83,6 +84,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case):
     check(case)
+
+
+@pytest.mark.parametrize("factors", BEYOND_FLOAT16, ids=str)
+def test_float16_overflows_nowhere_in_between(factors):
+    case = replace(BASE, decay="head", dtype="float16", T=35, state=False)
+    arrays = make_beyond_float16(case, factors)
+    expected = oracle(case.call, arrays, make(case)[1])
+    for got, wanted in zip(triton_gpu.run(case.call, *arrays), expected[:2], strict=True):
+        assert_close(got, wanted, 2e-3)
 
 
 STEPS = [

@@ -84,9 +84,19 @@ def make(case, seed=0):
     borders = None
     if case.lengths is not None:
         borders = jnp.asarray(np.cumsum([0, *case.lengths]), jnp.int32)
-    # as large as what the outputs' cotangents bring a state
-    dlast = jnp.asarray(case.scale * rng.normal(size=(N, H, case.K, case.V)), jnp.float32)
+    dlast = jnp.asarray(rng.normal(size=(N, H, case.K, case.V)), jnp.float32)
     return (query, key, value, decay, None, state, borders), (normal(B, T, H, case.V), dlast)
+
+
+# factors of query, key and value with which scores, or states, leave float16's range and the answer does not
+BEYOND_FLOAT16 = [(1024, 1024, 2.0**-16), (2.0**-12, 256, 256)]
+
+
+def make_beyond_float16(case, factors):
+    """Arrays of a call, with gates and without states, that only an intermediate result of `case` can overflow."""
+    (*tokens, decay, _, _, borders), _ = make(case)
+    tokens = [(x * factor).astype(x.dtype) for x, factor in zip(tokens, factors, strict=True)]
+    return *tokens, decay, None, None, borders
 
 
 NAMES = ("output", "last", "query", "key", "value", "decay", "state")

@@ -24,7 +24,7 @@ class Config:
         precision: Of the dots on float32 operands.
         output: The walk that gives the output, and the value's gradient.
         gradient: The walks that give the query's and the key's gradient.
-        exact: The exact path of strong key gates.
+        exact: The exact path of strong key gates; its gradients take half the key dims at once.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
         dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting.
@@ -48,32 +48,32 @@ SMALL, MEDIUM, LARGE = "small", "medium", "large"
 MEMORY = {80: MEDIUM, 87: MEDIUM, 90: LARGE, 100: LARGE, 103: LARGE}
 
 _STEP = Tile(64, 4, 1)
-_HALF = {  # bfloat16, by the padded dim of the state's columns
+_HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
     LARGE: {
-        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(32, 4, 1), _STEP, 132, Tile(64, 4, 2)),
-        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 4, 1), _STEP, 264),
+        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 2)),
+        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 264),
     },
     MEDIUM: {
-        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(32, 4, 1), _STEP, 216),
-        256: Config(32, 8, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(32, 4, 1), _STEP, 216),
+        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(64, 4, 1), _STEP, 216),
+        256: Config(32, 8, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 216),
     },
     SMALL: {
-        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 4, 1), _STEP, 256),
-        256: Config(32, 8, 80.0, "ieee", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), _STEP, 256),
+        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), _STEP, 256),
+        256: Config(32, 8, 80.0, "ieee", Tile(32, 4, 1), Tile(32, 4, 1), Tile(64, 4, 1), _STEP, 256),
     },
 }
-_FULL = {  # float32, and float16 carried as float32 for its range
+_FULL = {  # float32, and float16 with key gates, which is carried as float32 for its range
     LARGE: {
-        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 264),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 8, 2), Tile(32, 8, 2), Tile(32, 4, 1), _STEP, 264),
+        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 264),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 8, 2), Tile(32, 8, 2), Tile(64, 4, 1), _STEP, 264),
     },
     MEDIUM: {
-        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 216),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 216),
+        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 216),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 216),
     },
     SMALL: {
-        128: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 1), _STEP, 256),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), _STEP, 256),
+        128: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 256),
+        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(64, 4, 1), _STEP, 256),
     },
 }
 

@@ -107,6 +107,24 @@ def load_weights(p_weight, i_chunk, o_r, C: tl.constexpr):
 
 
 @triton.jit
+def nearest(b, PRECISION: tl.constexpr):
+    """Rounded to what a dot of one TF32 pass takes of a number; the dot itself would cut the rest off."""
+    if PRECISION == "tf32":
+        # half of the last digit that stays is added; a NaN stays one
+        b_power = (b.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        b = ((b + b_power * 2.0**-11).to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    return b
+
+
+@triton.jit
+def in_range(b, AXIS: tl.constexpr, LEAST_PEAK: tl.constexpr):
+    """Powers of two that bring what lies along AXIS to float16's range, its largest value between 1 and 2, and back."""
+    b_peak = tl.maximum(tl.minimum(tl.max(tl.abs(b), AXIS), 2.0**100), LEAST_PEAK)
+    b_power = b_peak.to(tl.int32, bitcast=True) & 0x7F800000
+    return (0x7F000000 - b_power).to(tl.float32, bitcast=True), b_power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def walk(
     p_x,
     p_y,
@@ -170,7 +188,12 @@ def walk(
     BORDER stores the state at the later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case.
+    float16 operands have the digits but not the range: rows of the state and of z, and columns of the scores, are
+    rounded after a power of two has brought them in range.
     """
+    RANGED: tl.constexpr = (p_y.dtype.element_ty == tl.float16) and (not WIDE)
+    # weighed in full, scores fit in float16, and are rounded alike in the two walks whose row dots are subtracted
+    WEIGHED: tl.constexpr = ROWDOT or RANGED
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
@@ -237,7 +260,7 @@ def walk(
             * START_SCALE
         )
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
-    b_due = 1.0
+    b_due = tl.full([BZ], 1.0, tl.float32) if RANGED else 1.0
     if not OUTPUT:
         if DECAY == KEY_COLUMNS:
             b_whole = tl.full([BX], 1.0, tl.float32)
@@ -268,6 +291,11 @@ def walk(
         b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
         if OUTPUT:
             b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
+        if DECAY >= KEY_COLUMNS:
+            b_y = nearest(b_y, PRECISION)
+            b_z = nearest(b_z, PRECISION)
+            if OUTPUT:
+                b_x = nearest(b_x, PRECISION)
 
         # what is added to the state, the state as the rows of x see it, and the state that is added to
         b_added = b_z
@@ -287,13 +315,26 @@ def walk(
                 b_after = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
             if REVERSE:
                 b_near, b_far = b_far, b_near
-            b_added = (b_z * b_far[None, :]).to(b_z.dtype)
-            b_state = b_state * (b_due * b_before)
-            b_due = b_after
+            b_added = b_z * b_far[None, :]
+        if DECAY == CONSTANT:
+            b_added = b_z * b_write[None, :]
+        if (DECAY == HEAD) or (DECAY == CONSTANT):
+            if RANGED:
+                b_down, b_up = in_range(b_added, 1, 2.0**-50)
+                b_added = b_added * b_down[:, None]
+            b_added = b_added.to(b_z.dtype)
+        b_lag = b_due
+        if DECAY == HEAD:
+            if RANGED:
+                b_state = b_state * (b_due * b_before * b_down)[:, None]
+                b_due = b_after * b_up
+            else:
+                b_state = b_state * (b_due * b_before)
+                b_due = b_after
             if STRONG == 0:
                 b_seen = b_state
-        if DECAY == CONSTANT:
-            b_added = (b_z * b_write[None, :]).to(b_z.dtype)
+                if RANGED:
+                    b_lag = b_up
         if DECAY >= KEY_COLUMNS:
             DK: tl.constexpr = DX if DECAY == KEY_COLUMNS else DZ
             o_k = o_x if DECAY == KEY_COLUMNS else o_z
@@ -315,13 +356,18 @@ def walk(
                     tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
+            if RANGED:
+                b_down_seen, b_up_seen = in_range(b_seen, 1, 2.0**-126)
+                b_seen = b_seen * b_down_seen[:, None]
             if DECAY != NONE:
-                b_seen = b_seen.to(b_y.dtype)
+                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
             b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
             if DECAY == NONE:
                 # not before, so that this dot need not wait for the last chunk's
                 b_seen = b_seen.to(b_y.dtype)
             b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
+            if RANGED:
+                b_out = b_out * (b_lag * b_up_seen)[:, None]
             if DECAY == CONSTANT:
                 b_out = b_out * b_near[None, :]
                 b_score = b_score * b_pair
@@ -334,8 +380,7 @@ def walk(
                     b_out = b_out * b_near[None, :]
                 else:
                     b_score = b_score * b_far[:, None]
-                    if ROWDOT:
-                        # weighed in full, scores are rounded alike in the two walks whose row dots are subtracted
+                    if WEIGHED:
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
             if DECAY >= KEY_COLUMNS:
@@ -347,11 +392,18 @@ def walk(
                         b_score = tl.zeros([C, C], tl.float32)
             if DECAY != CONSTANT:
                 b_score = tl.where(o_gap >= 0, b_score, 0.0)
-            b_out = tl.dot(b_z, b_score.to(b_z.dtype), acc=b_out, input_precision=PRECISION)
+            if RANGED:
+                b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
+                b_score = b_score * b_down_score[None, :]
+                b_out = b_out * b_down_score[None, :]
+            b_score = nearest(b_score.to(b_z.dtype), PRECISION)
+            b_out = tl.dot(b_z, b_score, acc=b_out, input_precision=PRECISION)
             if DECAY == NONE:
                 b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            if (DECAY == HEAD) and (STRONG == 0) and (not ROWDOT):
+            if (DECAY == HEAD) and (STRONG == 0) and (not WEIGHED):
                 b_out = b_out * (b_near * SCALE)[None, :]
+            elif RANGED:
+                b_out = b_out * (b_up_score * SCALE)[None, :]
             else:
                 b_out = b_out * SCALE
             m_write = i_row + o_r < n_rows
@@ -367,7 +419,7 @@ def walk(
             if ROWDOT:
                 # in the layout of the store, which is that of the other factor; rounding's rest is taken along
                 b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
-                b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(b_y.dtype)).to(tl.float32)
+                b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
                 b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
                 tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
@@ -378,7 +430,11 @@ def walk(
 
         if (DECAY != NONE) or (not OUTPUT):
             if DECAY == CONSTANT:
-                b_state = b_state * b_through
+                if RANGED:
+                    b_state = b_state * (b_due * b_through * b_down)[:, None]
+                    b_due = b_up
+                else:
+                    b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
             if DECAY >= KEY_COLUMNS:
                 b_state = b_state * b_after
@@ -398,9 +454,10 @@ def walk(
             if is_border:
                 i_border = i_group0 + i_c // G - (1 if REVERSE else 0)
                 p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
-                tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
-    if DECAY == HEAD:
-        b_state = b_state * b_due
+                b_true = b_state * (b_due[:, None] if RANGED else b_due)
+                tl.store(p_here, b_true.to(p_border.dtype.element_ty), mask=m_state)
+    if (DECAY == HEAD) or (DECAY == CONSTANT):
+        b_state = b_state * (b_due[:, None] if RANGED else b_due)
 
     if OUTPUT:
         if LAST:
@@ -669,7 +726,7 @@ def sum_head_gates(
     """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
 
     What the sum should have come to at the group's start is known too, from the states there: the difference, which is
-    the rounding errors on the way, is spread over the group.
+    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms.
     """
     BLOCK: tl.constexpr = C * G
     NH: tl.constexpr = (H + BH - 1) // BH
@@ -683,19 +740,23 @@ def sum_head_gates(
     m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
     o_tile = token_of(i_first, n_rows, i_row, FLIP)[:, None] * H + o_h[None, :]
     if i_j * BLOCK < n_rows:
-        b_sum = tl.zeros([BLOCK, BH], tl.float32)
+        b_query = tl.zeros([BLOCK, BH], tl.float32)
+        b_key = tl.zeros([BLOCK, BH], tl.float32)
         for i_z in tl.static_range(NZ):
-            b_sum += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
-            b_sum -= tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+            b_query += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+            b_key += tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+        b_sum = b_query - b_key
         p_end = p_border + i_block.to(tl.int64) * H + o_h
         b_end = tl.load(p_end, mask=m_h, other=0.0)
         b_start = tl.load(p_end - H, mask=m_h & (i_j > 0), other=0.0)
         if START:
             b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start
-        n_here = tl.minimum(n_rows - i_j * BLOCK, BLOCK)
-        b_share = (n_here - o_r).to(tl.float32) / n_here.to(tl.float32)
-        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share[:, None] * b_rest[None, :]
+        # of the largest, lest squares overflow
+        b_unit = 1.0 / tl.maximum(tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0), 1e-30)[None, :]
+        b_weight = (b_query * b_unit) * (b_query * b_unit) + (b_key * b_unit) * (b_key * b_unit)
+        b_share = tl.cumsum(b_weight / tl.maximum(tl.sum(b_weight, 0), 1e-30)[None, :], 0, reverse=True)
+        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_rest[None, :]
         if DECAY == HEAD:
             m_gate = (i_row < n_read)[:, None] & m_h[None, :]
             b_gate = tl.load(p_gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)

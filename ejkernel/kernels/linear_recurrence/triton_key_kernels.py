@@ -160,17 +160,18 @@ def fold_gates(
 
 @triton.jit
 def split_gate(b_gate):
-    """A gate in base 2 as float16 summands: its whole part, the rest, and what rounding took off the rest."""
+    """A gate in base 2 as float16 summands: whole eighths, the rest, and what rounding took off the rest."""
     b_gate = tl.maximum(b_gate * LOG2E, LEAST)
-    b_whole = tl.floor(b_gate + 0.5)
+    b_whole = tl.floor(b_gate * 8.0 + 0.5) * 0.125
     b_rest = b_gate - b_whole
     b_part = b_rest.to(tl.float16)
     return b_whole.to(tl.float16), b_part, (b_rest - b_part.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def sum_gates(m_sum, b_whole, b_part, b_fine, FINE: tl.constexpr):
+def sum_gates(m_sum, b_gate, FINE: tl.constexpr):
     """Sums of gates over the rows that `m_sum` selects; only added, so that a strong gate costs no other digits."""
+    b_whole, b_part, b_fine = split_gate(b_gate)
     b_pick = tl.where(m_sum, 1.0, 0.0).to(tl.float16)
     b_sum = tl.dot(b_pick, b_part)
     if FINE:
@@ -179,58 +180,129 @@ def sum_gates(m_sum, b_whole, b_part, b_fine, FINE: tl.constexpr):
 
 
 @triton.jit
-def level_rows(o_row, o_column, i_level):
-    """At one dyadic level: which rows are late, and which gates lie between each row and the border."""
-    m_late = ((o_row >> i_level) & 1) != 0
-    i_border = ((o_row >> i_level) | 1) << i_level
-    m_sum = tl.where(
-        m_late,
-        (o_column >= i_border) & (o_column <= o_row),
-        (o_column > o_row) & (o_column < i_border),
-    )
-    return m_late, m_sum
+def place_sum(o_row, o_k, C: tl.constexpr, KP: tl.constexpr):
+    """Where a program keeps the sum of gates of a row and key dim: the halves of each eight dims apart.
+
+    A thread has eight dims of a row, as many as one load of queries brings. With the halves apart, threads side by
+    side read what lies side by side.
+    """
+    return ((o_k >> 2) & 1) * (C * KP // 2) + o_row * (KP // 2) + ((o_k >> 3) << 2) + (o_k & 3)
 
 
 @triton.jit
-def level_sums(
-    p_sum, b_sum, i_token, i_h, o_r, n_here, o_k, i_level, H: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr
-):
-    """Sums of the gates between each row and its border at a dyadic level, from sums since the chunk's start."""
-    # the last row before the border; sums do not change behind a sequence's end
-    o_border = tl.minimum((((o_r >> i_level) | 1) << i_level) - 1, n_here - 1)
-    o_t = -o_border if FLIP else o_border
-    p_tile = p_sum + (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-    b_border = tl.load(p_tile, mask=o_k[None, :] < K, other=0.0)
-    b_sign = tl.where(((o_r >> i_level) & 1) != 0, 1.0, -1.0)
-    return (b_sum - b_border) * b_sign[:, None]
-
-
-@triton.jit
-def sum_from_start(
+def keep_sums(
+    p_gate,
     p_sum,
-    b_gate,
     i_token,
     i_h,
     o_t,
     m_read,
-    n_here,
-    o_row,
-    o_column,
+    o_r,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Stores the sums of a chunk's gates since its start."""
+    # nobody reads those of the last chunk any more
+    tl.debug_barrier()
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, K % BK != 0, True)
+        b_sum = sum_gates(o_r[None, :] <= o_r[:, None], b_gate, False)
+        p_tile = p_sum + place_sum(o_r[:, None], o_k[None, :], C, KP)
+        tl.store(tl.multiple_of(tl.max_contiguous(p_tile, (1, 4)), (1, 16)), b_sum)
+    # rows of other threads are read from here on
+    tl.debug_barrier()
+
+
+@triton.jit
+def load_sums(p_sum, o_row, o_k, C: tl.constexpr, KP: tl.constexpr):
+    p_tile = p_sum + place_sum(o_row[None, :], o_k[:, None], C, KP)
+    return tl.load(tl.multiple_of(tl.max_contiguous(p_tile, (4, 1)), (16, 1)))
+
+
+@triton.jit
+def sums_to_ends(
+    p_gate,
+    p_sum,
+    i_token,
+    i_h,
+    o_t,
+    m_read,
+    o_r,
     o_k,
     H: tl.constexpr,
     K: tl.constexpr,
-    FLIP: tl.constexpr,
+    KP: tl.constexpr,
+    PAD: tl.constexpr,
+    C: tl.constexpr,
+    FINE: tl.constexpr,
 ):
-    """Sums of a chunk's gates from its start to each row and from there to its end; the former go to memory too."""
-    b_whole, b_part, b_fine = split_gate(b_gate)
-    b_sum = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, True)
-    p_tile = p_sum + (i_token * H + i_h) * K + o_k[None, :]
-    tl.store(p_tile + o_t[:, None] * (H * K), b_sum, mask=m_read[:, None] & (o_k[None, :] < K))
-    # rows of other threads are read from here on
-    tl.debug_barrier()
-    i_end = 1 - n_here if FLIP else n_here - 1
-    b_end = tl.load(p_tile + i_end * (H * K), mask=o_k[None, :] < K, other=0.0)
-    return b_sum, b_end - b_sum
+    """Sums of gates from a chunk's start to each row, and from there to its end."""
+    if FINE:
+        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, PAD, True)
+        b_since = tl.trans(sum_gates(o_r[None, :] <= o_r[:, None], b_gate, True))
+        b_until = tl.trans(sum_gates(o_r[None, :] > o_r[:, None], b_gate, True))
+    else:
+        b_since = load_sums(p_sum, o_r, o_k, C, KP)
+        b_until = load_sums(p_sum, o_r * 0 + (C - 1), o_k, C, KP) - b_since
+    return b_since, b_until
+
+
+@triton.jit
+def load_columns(
+    p, i_token, i_head, o_t, m_r, o_c, HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr
+):
+    """Rows of one head as the columns of a tile; what the masks leave out is 0."""
+    m_tile = m_r[None, :]
+    if PAD:
+        m_tile = m_tile & (o_c[:, None] < D)
+    b = tl.load(
+        p + (i_token * HEADS + i_head) * D + (o_t[None, :] * (HEADS * D) + o_c[:, None]), mask=m_tile, other=0.0
+    )
+    if WIDE:
+        b = b.to(tl.float32)
+    return b
+
+
+@triton.jit
+def fold_level(
+    b_q,
+    b_k,
+    b_since,
+    p_gate,
+    p_sum,
+    i_token,
+    i_h,
+    o_t,
+    m_read,
+    o_r,
+    o_k,
+    i_level,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    PAD: tl.constexpr,
+    C: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """At one dyadic level: late rows of q and early rows of k, decayed to the border between them, and the decays."""
+    m_late = ((o_r >> i_level) & 1) != 0
+    i_border = ((o_r >> i_level) | 1) << i_level
+    if FINE:
+        m_sum = tl.where(
+            m_late[:, None],
+            (o_r[None, :] >= i_border[:, None]) & (o_r[None, :] <= o_r[:, None]),
+            (o_r[None, :] > o_r[:, None]) & (o_r[None, :] < i_border[:, None]),
+        )
+        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, PAD, True)
+        b_sum = tl.trans(sum_gates(m_sum, b_gate, True))
+    else:
+        b_sum = (b_since - load_sums(p_sum, i_border - 1, o_k, C, KP)) * tl.where(m_late, 1.0, -1.0)[None, :]
+    b_fade = tl.exp2(b_sum)
+    return (tl.where(m_late[None, :], b_q, b_k).to(tl.float32) * b_fade).to(b_q.dtype), b_fade
 
 
 @triton.jit
@@ -252,6 +324,7 @@ def exact_scores(
     H: tl.constexpr,
     HKV: tl.constexpr,
     K: tl.constexpr,
+    KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -263,15 +336,17 @@ def exact_scores(
     PRECISION: tl.constexpr,
 ):
     """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded."""
-    # several a program, since most often none of them is flagged
-    for i_part in range(0, HEADS):
+    PAD: tl.constexpr = K % BK != 0
+    p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
+    # several a program, since most often none of them is flagged; what is the same for all of them would take registers
+    for i_part in tl.range(0, HEADS, disable_licm=True):
         i_program = tl.program_id(0) * HEADS + i_part
         i_h = i_program % H
         i_kh = i_h // (H // HKV)
-        i_block = i_program // H
         i_chunk = i_program.to(tl.int64)
         if tl.load(p_flag + i_chunk) != 0:
-            _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
             o_r = tl.arange(0, C)
             o_t = o_r
             if FLIP:
@@ -279,43 +354,39 @@ def exact_scores(
             o_row = o_r[:, None]
             o_column = o_r[None, :]
             m_read = i_c * C + o_r < n_read
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
-            # a flagged chunk has a row to read; the bound keeps its offsets small for any other
-            n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+            if not FINE:
+                keep_sums(p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, H, K, KP, BK, C)
             b_score = tl.zeros([C, C], tl.float32)
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
-                m_tile = m_read[:, None] & (o_k[None, :] < K)
-                b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
-                b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
-                b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-                o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-                if FINE:
-                    b_whole, b_part, b_fine = split_gate(b_gate)
-                    b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-                    b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
-                else:
-                    b_since, b_until = sum_from_start(
-                        p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
-                    )
+                b_q = load_columns(p_q, i_token, i_h, o_t, m_read, o_k, H, K, PAD, WIDE)
+                b_k = load_columns(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, PAD, WIDE)
+                b_since, b_until = sums_to_ends(
+                    p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, K, KP, PAD, C, FINE
+                )
+                m_tile = m_read[None, :] & (o_k[:, None] < K)
+                o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
                 b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
                 tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
                 b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
                 tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
-                b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_own = tl.dot(tl.trans(b_q), b_k, input_precision=PRECISION)
                 b_score += tl.where(o_row == o_column, b_own, 0.0)
+                # a level's fold is made a turn ahead of its product, which so takes both operands from shared memory
+                b_fold = fold_level(
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                )[0]
                 for i_level in range(0, LEVELS):
-                    m_late, m_sum = level_rows(o_row, o_column, i_level)
-                    if FINE:
-                        b_sum = sum_gates(m_sum, b_whole, b_part, b_fine, FINE)
-                    else:
-                        b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
-                    b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * tl.exp2(b_sum)).to(b_q.dtype)
-                    b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
+                    b_pair = tl.dot(tl.trans(b_fold), b_fold, input_precision=PRECISION)
+                    if i_level + 1 < LEVELS:
+                        b_fold = fold_level(
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            H, K, KP, PAD, C, FINE,
+                        )[0]  # fmt: skip
                     # a late block meets the one before it
-                    o_met = tl.where(m_late, (o_row >> i_level) - 1, -1)
+                    o_met = tl.where(((o_row >> i_level) & 1) != 0, (o_row >> i_level) - 1, -1)
                     b_score += tl.where((o_column >> i_level) == o_met, b_pair, 0.0)
-            tl.store(p_score + i_chunk * (C * C) + o_row * C + o_column, b_score.to(p_score.dtype.element_ty))
+            tl.store(p_score + i_chunk * (C * C) + (o_row * C + o_column), b_score.to(p_score.dtype.element_ty))
 
 
 @triton.jit
@@ -340,6 +411,7 @@ def exact_gradients(
     HKV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    KP: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
@@ -357,14 +429,16 @@ def exact_gradients(
     The summand takes q̂ and k̂ as they were rounded, and leaves out what a token does to itself: both cancel in the sum,
     which strong gates make so small that the rounding errors would drown it.
     """
-    # several a program, since most often none of them is flagged
-    for i_part in range(0, HEADS):
+    PAD: tl.constexpr = K % BK != 0
+    p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
+    # several a program, since most often none of them is flagged; what is the same for all of them would take registers
+    for i_part in tl.range(0, HEADS, disable_licm=True):
         i_program = tl.program_id(0) * HEADS + i_part
         i_h = i_program % H
         i_kh = i_h // (H // HKV)
-        i_block = i_program // H
         if tl.load(p_flag + i_program.to(tl.int64)) != 0:
-            _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
             o_r = tl.arange(0, C)
             o_t = o_r
             if FLIP:
@@ -372,56 +446,54 @@ def exact_gradients(
             o_row = o_r[:, None]
             o_column = o_r[None, :]
             m_read = i_c * C + o_r < n_read
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
-            n_here = tl.maximum(tl.minimum(n_read - i_c * C, C), 1)
+            if not FINE:
+                keep_sums(p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, H, K, KP, BK, C)
             b_dscore = tl.zeros([C, C], tl.float32)
             for i_v in range(0, (V + BV - 1) // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
-                b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, True, WIDE)
-                b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, True, WIDE)
+                b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, WIDE)
+                b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, V % BV != 0, WIDE)
                 b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
             # pairs of one level meet both ways: row of q with row of k, and back
             b_dboth = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0)) * SCALE
-            b_own = tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1)[:, None] * SCALE
+            if not WIDE:
+                b_dboth = b_dboth.to(p_q.dtype.element_ty)
+            b_own = tl.trans(tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1)[:, None]) * SCALE
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
-                m_tile = m_read[:, None] & (o_k[None, :] < K)
-                b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, True, WIDE)
-                b_k = load_rows(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, True, WIDE)
-                b_gate = load_rows(p_gate, i_token, i_h, o_t, m_read, o_k, H, K, True, True)
-                o_tile = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-                if FINE:
-                    b_whole, b_part, b_fine = split_gate(b_gate)
-                    b_since = sum_gates(o_column <= o_row, b_whole, b_part, b_fine, FINE)
-                    b_until = sum_gates(o_column > o_row, b_whole, b_part, b_fine, FINE)
-                else:
-                    b_since, b_until = sum_from_start(
-                        p_sum, b_gate, i_token, i_h, o_t, m_read, n_here, o_row, o_column, o_k, H, K, FLIP
-                    )
+                b_q = load_columns(p_q, i_token, i_h, o_t, m_read, o_k, H, K, PAD, WIDE)
+                b_k = load_columns(p_k, i_token, i_kh, o_t, m_read, o_k, HKV, K, PAD, WIDE)
+                b_since, b_until = sums_to_ends(
+                    p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, K, KP, PAD, C, FINE
+                )
                 b_fade = tl.exp2(b_since)
-                b_grad = tl.load(p_dqhat + o_tile, mask=m_tile, other=0.0)
+                b_grad = load_columns(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
                 b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
                 b_fade = tl.exp2(b_until)
-                b_grad = tl.load(p_dkhat + o_tile, mask=m_tile, other=0.0)
+                b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
                 b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
+                # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs
+                b_fold, b_fade = fold_level(
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                )
                 for i_level in range(0, LEVELS):
-                    m_late, m_sum = level_rows(o_row, o_column, i_level)
-                    if FINE:
-                        b_fade = tl.exp2(sum_gates(m_sum, b_whole, b_part, b_fine, FINE))
-                    else:
-                        b_sum = level_sums(p_sum, b_since, i_token, i_h, o_r, n_here, o_k, i_level, H, K, FLIP)
-                        b_fade = tl.exp2(b_sum)
-                    b_fold = (tl.where(m_late, b_q, b_k).to(tl.float32) * b_fade).to(b_q.dtype)
                     # each block meets its neighbour
-                    b_meet = tl.where((o_column >> i_level) == ((o_row >> i_level) ^ 1), b_dboth, 0.0).to(b_q.dtype)
-                    b_grad = tl.dot(b_meet, b_fold, input_precision=PRECISION)
-                    b_late = tl.where(m_late, 1.0, 0.0)
+                    b_meet = tl.where((o_column >> i_level) == ((o_row >> i_level) ^ 1), b_dboth, 0.0)
+                    b_grad = tl.trans(tl.dot(b_meet, tl.trans(b_fold), input_precision=PRECISION))
+                    b_late = ((o_column >> i_level) & 1).to(tl.float32)
                     b_summand += b_fold.to(tl.float32) * b_grad * (2.0 * b_late - 1.0)
                     b_grad = b_grad * b_fade
                     b_dq += b_grad * b_late
                     b_dk += b_grad * (1.0 - b_late)
+                    if i_level + 1 < LEVELS:
+                        b_fold, b_fade = fold_level(
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            H, K, KP, PAD, C, FINE,
+                        )  # fmt: skip
+                m_tile = m_read[None, :] & (o_k[:, None] < K)
+                o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
                 tl.store(p_summand + o_tile, b_summand, mask=m_tile)
                 tl.store(p_dq + o_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
                 tl.store(p_dk + o_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)
@@ -441,7 +513,6 @@ def unfold_gates(
     p_dstate,
     p_dq_in,
     p_dk_in,
-    p_dgate_in,
     p_cu,
     p_owner,
     T,

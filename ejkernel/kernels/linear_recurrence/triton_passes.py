@@ -60,7 +60,7 @@ class Plan:
 
     @staticmethod
     def of(call: Call) -> "Plan":
-        wide = call.dtype != jnp.bfloat16
+        wide = call.dtype == F32 or Plan.carried(call)
         capability = _launch.capability() or 90
         config = triton_configs.configure(capability, wide, max(call.key_dim, call.value_dim))
         rows = 1 if call.packed else call.batch
@@ -73,6 +73,11 @@ class Plan:
             if segments > 1:
                 break
         return Plan(config, unit * _cdiv(call.tokens, unit * segments), config.group * times)
+
+    @staticmethod
+    def carried(call: Call) -> bool:
+        """Whether the call's operands are carried as float32: float16 has too small a range for folded gates."""
+        return call.dtype == jnp.float16 and call.decay == "key"
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens
@@ -268,8 +273,9 @@ class Launcher:
                 STRONG=strong,
                 ROWDOT=rowdot is not None,
                 BORDER=border,
-                WIDE=call.dtype == jnp.float16,
-                PRECISION=config.precision,
+                WIDE=Plan.carried(call),
+                # one pass of TF32 has float16's digits and float32's range
+                PRECISION="tf32" if Plan.carried(call) else config.precision,
             )
         out, final, dots, borders = results
         return out, final, dots, borders
@@ -461,7 +467,7 @@ def _step(
 def _fold_head(launcher: Launcher, log_decay: jax.Array) -> Gates:
     call, config = launcher.call, launcher.plan.config
     chunk, chunks, heads = config.chunk, launcher.blocks(config.chunk), call.heads
-    block = min(16, 1 << (heads - 1).bit_length())
+    block = min(4, 1 << (heads - 1).bit_length())
     weight, factor, flag = launcher.launch(
         _kernels().fold_head_gates,
         log_decay,
@@ -471,7 +477,7 @@ def _fold_head(launcher: Launcher, log_decay: jax.Array) -> Gates:
             _shape(chunks, heads, dtype=jnp.int32),
         ],
         programs=chunks * _cdiv(heads, block),
-        tile=Tile(block, 4, 1),
+        tile=Tile(block, 1, 1),
         length=chunk,
         H=heads,
         BH=block,
@@ -558,16 +564,23 @@ def _fold(
         LIMIT=config.limit,
         **shared,
     )
+    programs = chunks * heads // _heads_at_once(heads)
     qhat, khat, score, _ = launcher.launch(
         kernels.exact_scores,
         *(query, key, log_decay, flag, qhat, khat),
-        # the last is where the kernel keeps sums of gates
-        outputs=[hat, hat, _shape(chunks, heads, chunk, chunk, dtype=folded), None if fine else _shape(*hat.shape)],
-        programs=chunks * heads // _heads_at_once(heads),
+        # the last is where each program keeps the sums of a chunk's gates
+        outputs=[
+            hat,
+            hat,
+            _shape(chunks, heads, chunk, chunk, dtype=folded),
+            None if fine else _shape(programs, chunk, _power(dim)),
+        ],
+        programs=programs,
         tile=config.exact,
         aliases={4: 0, 5: 1},
         HEADS=_heads_at_once(heads),
         LEVELS=chunk.bit_length() - 1,
+        KP=_power(dim),
         BK=min(config.exact.block, _power(dim)),
         WIDE=call.dtype == jnp.float16,
         FINE=fine,
@@ -596,25 +609,28 @@ def _unfold(
     hat = (call.batch, call.tokens, call.heads, call.key_dim)
     gradients = [_shape(*hat, dtype=call.dtype), _shape(*hat, dtype=key_dtype)]
     fine = call.dtype == F32
-    summand, dquery, dkey, sums = launcher.launch(
+    programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
+    width, block = _power(call.key_dim), config.exact.block
+    summand, dquery, dkey, _ = launcher.launch(
         kernels.exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
-        outputs=[_shape(*hat), *gradients, None if fine else _shape(*hat)],
-        programs=launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads),
+        outputs=[_shape(*hat), *gradients, None if fine else _shape(programs, chunk, width)],
+        programs=programs,
         tile=config.exact,
         length=chunk,
         HEADS=_heads_at_once(call.heads),
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
         HKV=call.kv_heads,
-        BK=min(config.exact.block, _power(call.key_dim)),
-        BV=min(config.exact.block, _power(call.value_dim)),
+        KP=width,
+        # three tiles are added up at once, where the scores are one
+        BK=min(max(16, block // 2), width),
+        BV=min(2 * block, _power(call.value_dim)),
         WIDE=call.dtype == jnp.float16,
         FINE=fine,
         PRECISION=config.precision,
         **shared,
     )
-    width = _power(call.key_dim)
     return launcher.launch(
         kernels.unfold_gates,
         *(
@@ -630,14 +646,12 @@ def _unfold(
             dmemory,
             dquery,
             dkey,
-            sums,
         ),
         outputs=[*gradients, _shape(*hat, dtype=log_decay.dtype)],
         programs=launcher.blocks(group) * call.heads,
         tile=Tile(width, max(1, width // 128), 1),
         length=group,
-        # the gates' gradient takes the place of their sums
-        aliases={10: 0, 11: 1} if fine or log_decay.dtype != F32 else {10: 0, 11: 1, 12: 2},
+        aliases={10: 0, 11: 1},
         BK=width,
         G=launcher.group,
         **shared,
