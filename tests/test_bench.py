@@ -168,7 +168,11 @@ def fake_measure(op, shape, direction, peers, before, limits):
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "measure", fake_measure)
-    assert bench("retention", "--json", tmp_path / "rows.json", "--plot", tmp_path / "page.md") == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert bench("retention", "--json", tmp_path / "rows.json", "--plot", tmp_path / "page.md") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert "stopped" in printed.err and f"wrote {tmp_path / 'rows.json'}" in printed.out
     report = results.load(tmp_path / "rows.json")

@@ -20,7 +20,7 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.linear_recurrence import xla_chunk, xla_layout
 from ejkernel.kernels.linear_recurrence._call import Call
 
-# Twice as many are no faster; half as many are a tenth slower, and compile in half the time.
+# Half as many are a tenth slower, twice as many take twice as long to compile and are at best a tenth faster.
 LANES = 32
 
 # Decays are mild if no more than this adds up in any half of a chunk and no query or key is larger than that: factors
