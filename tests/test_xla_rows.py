@@ -56,6 +56,14 @@ def test_any_number_of_rows_and_heads(heads):
     check(Case("rows", batch=3, heads=heads, kv_heads=1, gates={"g": "ordinary"}, narrow=("g",)).arrays(np.float32))
 
 
+@pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
+def test_in_full_size(narrow, monkeypatch):
+    """Chunks as large as they are, chosen as they are."""
+    monkeypatch.undo()
+    sizes = {"batch": 1, "tokens": 530, "heads": 1, "kv_heads": 1, "key_dim": 128, "value_dim": 128}
+    check(Case("full", **sizes, gates={"g": "ordinary"}, narrow=narrow, state="each").arrays(np.float32))
+
+
 def mild(call, query, key, gates):
     return bool(xla_rows.are_mild(call, query, key, jnp.asarray(gates, np.float32)))
 
@@ -64,7 +72,7 @@ def mild(call, query, key, gates):
 def test_which_calls_are_mild(decay):
     """By both halves of every chunk, and by the largest query or key."""
     shape = (1, 39, 2, 2)
-    call = Call(1, 39, 2, 2, 2, 2, 1, False, decay, False, 1.0, False, np.dtype(np.float32))  # steps of 16 tokens
+    call = Call(1, 39, 2, 2, 2, 2, 1, False, decay, False, 1.0, False, np.dtype(np.float32))  # steps take 32 tokens
     ones, gates = jnp.ones(shape), np.zeros(shape if decay == "key" else shape[:3])
     gates[0, 10:14, 1] = -20.1  # 40.2 before the middle of a chunk, 40.2 after it
     assert mild(call, ones, ones, gates)
@@ -178,5 +186,7 @@ def test_pays(monkeypatch):
         {"dtype": np.dtype(np.float64)},
     ]
     assert not any(xla_rows.pays(replace(large, **other)) for other in others)
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert not xla_rows.pays(large)
+    for name, other in (("__version_info__", (0, 12, 0)), ("default_backend", lambda: "gpu")):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, name, other)
+            assert not xla_rows.pays(large)

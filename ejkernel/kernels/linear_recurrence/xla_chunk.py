@@ -143,7 +143,7 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
         pairs = jnp.asarray(causal)
         since = until = jnp.ones((1, 1, q.shape[-2], 1), q.dtype)
     else:
-        pairs, since, until = decays_by_head(chunk.log_decay)
+        pairs, since, until = _decays_by_head(chunk.log_decay)
 
     def pair_gradients(do: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_products = jnp.where(earlier, einsum("...tv,...sv->...ts", do, v) * pairs, 0)
@@ -152,7 +152,7 @@ def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
     return _Scores(products * pairs, since, until, pair_gradients)
 
 
-def decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decays between all pairs of tokens `[B, H, C, C]`, since the chunk's start and until its end, `[B, H, C, 1]`.
 
     A difference of running sums would lose what follows a huge gate, so it is taken of either part and added last.
