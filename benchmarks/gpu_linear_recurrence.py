@@ -20,8 +20,9 @@ import numpy as np
 from ejkernel import _drawing
 from ejkernel.bench.timing import Row
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_gpu, xla
-from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+from ejkernel.kernels.linear_recurrence import xla
+from ejkernel.kernels.linear_recurrence.call import Call
 
 
 @dataclass(frozen=True)

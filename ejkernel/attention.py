@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 from ejkernel import _checks
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
-from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention.call import Call
 
 __all__ = ["attention", "flash_attention"]
 

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from ejkernel import _checks
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
-from ejkernel.kernels.linear_recurrence._call import Call, Decay
+from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 Result = tuple[jax.Array, jax.Array]

@@ -24,7 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKING = ["test_xla_utils_utils.py", "test_xla_utils_cumsum.py"]
 TESTS = {
-    "ejkernel._checks": ["test_checks.py"],
+    **{
+        f"ejkernel._checks.{each}": ["test_checks.py"]
+        for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "meshes")
+    },
     "ejkernel._dispatch": ["test_dispatch.py", "test_cudnn_attention.py"],
     "ejkernel.xla_utils": ["test_xla_utils_utils.py"],
     "ejkernel.xla_utils.utils": PACKING,

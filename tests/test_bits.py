@@ -22,8 +22,9 @@ from properties import cotangents_of, run, split
 import ejkernel
 from ejkernel import xla_utils
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu
-from ejkernel.kernels.linear_recurrence.triton_configs import Config, Tile
+from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 
 RUBBISH = {1: np.nan, 3: np.inf, 5: 1e30}
 LENGTHS = (6, 9, 17, 1, 5, 4, 7)
@@ -204,7 +205,7 @@ def interpreter(monkeypatch):
 
     # small blocks: several chunks and groups in a few dozen tokens
     small = Config(16, 2, 40.0, "ieee", *[Tile(16, 4, 1)] * 4, 16)
-    monkeypatch.setattr(triton_configs, "configure", lambda capability, wide, dim: small)
+    monkeypatch.setattr(configs, "configure", lambda capability, wide, dim: small)
     with interpreted():
         yield
 

@@ -15,7 +15,9 @@ from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make
 
 import ejkernel
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu, xla
+from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+from ejkernel.kernels.linear_recurrence import xla
+from ejkernel.kernels.linear_recurrence.triton import configs
 
 pytestmark = pytest.mark.gpu
 if _launch.capability() is None:
@@ -126,10 +128,10 @@ def test_float16_overflows_nowhere_in_between(decay, gate, factors):
 @pytest.mark.parametrize("decay", ["head", "key"])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dim", [128, 256])
-@pytest.mark.parametrize("memory", [triton_configs.LARGE, triton_configs.MEDIUM, triton_configs.SMALL])
+@pytest.mark.parametrize("memory", [configs.LARGE, configs.MEDIUM, configs.SMALL])
 def test_every_configuration(monkeypatch, memory, dim, wide, decay):
     """Those for other chips run here too, only not at their best."""
-    monkeypatch.setattr(triton_configs, "MEMORY", {_launch.capability(): memory})
+    monkeypatch.setattr(configs, "MEMORY", {_launch.capability(): memory})
     case = replace(BASE, B=1, H=2, Hkv=2, T=150, K=dim, V=dim, decay=decay, gate="unscaled" if wide else "strong")
     check(replace(case, dtype="float32" if wide else "bfloat16"))
 

@@ -11,8 +11,10 @@ from conftest import assert_close
 from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make_beyond_float16, oracle, results
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_configs, triton_gpu, xla
-from ejkernel.kernels.linear_recurrence.triton_configs import Config, Tile
+from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+from ejkernel.kernels.linear_recurrence import xla
+from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
 if _launch.capability() is not None:
@@ -31,7 +33,7 @@ TOLERANCE = {
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    monkeypatch.setattr(triton_configs, "configure", lambda capability, wide, dim: SMALL)
+    monkeypatch.setattr(configs, "configure", lambda capability, wide, dim: SMALL)
     with interpreted():
         yield
 
@@ -116,7 +118,7 @@ def test_few_tokens(case):
 def test_largest_blocks(monkeypatch, wide):
     """The chunk of 64 tokens that Hopper uses, on a length that fills none."""
     config = replace(SMALL, chunk=64, group=4, output=Tile(32, 8, 1))
-    monkeypatch.setattr(triton_configs, "configure", lambda *_: config)
+    monkeypatch.setattr(configs, "configure", lambda *_: config)
     check(Case("large", T=75, B=1, gate="strong", dtype="float32" if wide else "bfloat16"))
 
 
@@ -202,7 +204,7 @@ def test_supports_says_why():
 @pytest.mark.parametrize("wide", [False, True])
 def test_configurations_are_whole(monkeypatch, capability, dim, wide):
     monkeypatch.undo()
-    config = triton_configs.configure(capability, wide, dim)
+    config = configs.configure(capability, wide, dim)
     for number in (
         config.chunk,
         config.group,

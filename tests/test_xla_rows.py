@@ -12,8 +12,9 @@ from linear_attention_cases import CASES, Case
 
 from ejkernel import recurrent
 from ejkernel.kernels import _xla
-from ejkernel.kernels.linear_recurrence import xla_chunk, xla_layout, xla_rows
-from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.xla import one_chunk, rows
 
 TOLERANCE = 2e-6
 
@@ -21,10 +22,10 @@ TOLERANCE = 2e-6
 @pytest.fixture(autouse=True)
 def always_by_rows(monkeypatch):
     """Chunks of 8 tokens, eight a step: two chunks of four rows and heads, or four of two; with key decays, half."""
-    monkeypatch.setattr(xla_layout, "LARGEST_CHUNK", 8)
-    monkeypatch.setattr(xla_chunk, "BASE", 2)
-    monkeypatch.setattr(xla_rows, "LANES", 8)
-    monkeypatch.setattr(xla_rows, "pays", lambda call: not call.packed and not call.value_decay and call.tokens > 8)
+    monkeypatch.setattr(layout, "LARGEST_CHUNK", 8)
+    monkeypatch.setattr(one_chunk, "BASE", 2)
+    monkeypatch.setattr(rows, "LANES", 8)
+    monkeypatch.setattr(rows, "pays", lambda call: not call.packed and not call.value_decay and call.tokens > 8)
 
 
 def check(arrays, options=None, tolerance=TOLERANCE):
@@ -65,7 +66,7 @@ def test_in_full_size(narrow, monkeypatch):
 
 
 def mild(call, query, key, gates):
-    return bool(xla_rows.are_mild(call, query, key, jnp.asarray(gates, np.float32)))
+    return bool(rows.are_mild(call, query, key, jnp.asarray(gates, np.float32)))
 
 
 @pytest.mark.parametrize("decay", ["head", "key"])
@@ -92,7 +93,7 @@ def test_a_batch_is_mild_if_all_of_it_is():
     """And asks once, not once each: then only one of the two ways is computed."""
     call = Call(1, 16, 2, 2, 2, 2, 1, False, "key", False, 1.0, False, np.dtype(np.float32))
     ones, gates = jnp.ones((1, 16, 2, 2)), -jnp.ones((3, 1, 16, 2, 2))
-    ask = jax.vmap(lambda gates: xla_rows.are_mild(call, ones, ones, gates), out_axes=None)
+    ask = jax.vmap(lambda gates: rows.are_mild(call, ones, ones, gates), out_axes=None)
     twice = jax.vmap(ask, out_axes=None)
     assert ask(gates) and twice(gates[None])
     strong = gates.at[1].multiply(100)
@@ -177,7 +178,7 @@ def test_pays(monkeypatch):
     monkeypatch.undo()  # the real one
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     large = Call(1, 8192, 8, 8, 128, 128, 1, False, "key", False, 1.0, False, np.dtype(np.float32))
-    assert xla_rows.pays(large)
+    assert rows.pays(large)
     others = [
         {"tokens": 511},
         {"key_dim": 64},
@@ -185,8 +186,8 @@ def test_pays(monkeypatch):
         {"value_decay": True},
         {"dtype": np.dtype(np.float64)},
     ]
-    assert not any(xla_rows.pays(replace(large, **other)) for other in others)
+    assert not any(rows.pays(replace(large, **other)) for other in others)
     for name, other in (("__version_info__", (0, 12, 0)), ("default_backend", lambda: "gpu")):
         with monkeypatch.context() as patch:
             patch.setattr(jax, name, other)
-            assert not xla_rows.pays(large)
+            assert not rows.pays(large)

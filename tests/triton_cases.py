@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle as reference
 
-from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence.call import Call
 
 
 @dataclass(frozen=True)

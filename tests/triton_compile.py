@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton_interpreter import DTYPES
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_gpu
+from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 
 
 def launches(capability, case):

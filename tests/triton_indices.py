@@ -143,7 +143,7 @@ def overflows(text, sizes, programs, loaded, blocks=0):
 def launches(case):
     """What a call and its gradients launch: kernel, arguments, outputs, number of programs, constants."""
     from ejkernel.kernels import _launch
-    from ejkernel.kernels.linear_recurrence import triton_gpu
+    from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 
     found = []
 

@@ -13,8 +13,8 @@ from jax.interpreters import mlir
 from ejkernel.kernels import _launch
 
 MODULES = (
-    "ejkernel.kernels.linear_recurrence.triton_kernels",
-    "ejkernel.kernels.linear_recurrence.triton_key_kernels",
+    "ejkernel.kernels.linear_recurrence.triton.kernels",
+    "ejkernel.kernels.linear_recurrence.triton.key_kernels",
 )
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention.call import Call
 
 
 @dataclass(frozen=True)

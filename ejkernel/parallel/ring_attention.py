@@ -18,10 +18,9 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention import xla_blocks
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._masks import by_group
-from ejkernel.kernels.attention._problem import Inputs
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import by_group
 from ejkernel.parallel._ring import Ring, plan
 
 
@@ -188,7 +187,7 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
             results, query, start = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = xla_blocks.forward(*_pair(call, arrays, query, start, *block))
+                part = blocks.forward(*_pair(call, arrays, query, start, *block))
                 return _merged(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
@@ -236,7 +235,7 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
 
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
-                found = xla_blocks.backward(inner, inputs, output, lse, d_output, jnp.zeros_like(lse))
+                found = blocks.backward(inner, inputs, output, lse, d_output, jnp.zeros_like(lse))
                 return d_query + found.query, (found.key.astype(call.wide), found.value.astype(call.wide))
 
             zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)

@@ -1,10 +1,11 @@
 """Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`), fastest first."""
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels.attention import cudnn, reference, xla
+from ejkernel.kernels.attention import cudnn, xla
+from ejkernel.kernels.attention.xla import reference
 
-ATTENTION = (Implementation("xla", devices=None, supports=lambda call: None, run=reference.run),)
+ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
     Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run),
-    Implementation("xla", devices=None, supports=lambda call: None, run=xla.run),
+    Implementation("xla", devices=None, supports=xla.supports, run=xla.run),
 )

@@ -15,9 +15,9 @@ from jax import Array
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention import xla
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._masks import by_group, live
-from ejkernel.kernels.attention._problem import Inputs, cotangents, differentiable, heads_last
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable, heads_last
+from ejkernel.kernels.attention.masks import by_group, live
 
 BACKEND: Any = "cudnn"  # what `jax.nn.dot_product_attention` calls it
 HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))

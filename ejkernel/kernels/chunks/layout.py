@@ -1,13 +1,12 @@
 """Where a call's chunks lie: each inside one sequence, none longer than the chunk size, in the order of the tokens."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.linear_recurrence._call import Call
 from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offsets, prepare_sequence_ids
 
 LARGEST_CHUNK = 64
@@ -15,6 +14,27 @@ LARGEST_CHUNK = 64
 # Chunks visited in one step are computed together as long as an array of theirs has no more numbers than this: then
 # XLA's price for starting an operation, and not the operation, is what small ones cost on a CPU.
 TOGETHER = 65536
+
+
+class Call(Protocol):
+    """What the layout needs to know of a recurrence's call."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def packed(self) -> bool: ...
+    @property
+    def reverse(self) -> bool: ...
 
 
 class Chunks(NamedTuple):

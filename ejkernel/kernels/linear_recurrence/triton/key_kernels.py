@@ -10,7 +10,7 @@ its tokens do to each other is computed over dyadic blocks, in which no exponent
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.linear_recurrence.triton_kernels import (
+from ejkernel.kernels.linear_recurrence.triton.kernels import (
     CHUNKS,
     GROUPS,
     LEAST,

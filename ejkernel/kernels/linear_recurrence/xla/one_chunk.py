@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.linear_recurrence.xla_blocks import all_decays, halves, in_first, in_second
+from ejkernel.kernels.chunks.blocks import all_decays, halves, in_first, in_second
 
 # Inside blocks of this many tokens keys are decayed token by token: cheaper on a CPU than matrices this small.
 BASE = 4

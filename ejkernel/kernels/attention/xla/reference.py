@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._dropout import kept
-from ejkernel.kernels.attention._masks import allowed_pairs, by_group, live, live_by_position
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.dropout import kept
+from ejkernel.kernels.attention.masks import allowed_pairs, by_group, live, live_by_position
 
 
 def run(

@@ -1,4 +1,4 @@
-"""The gated linear recurrence on NVIDIA GPUs: what Triton serves, how its kernels are launched, and its gradients."""
+"""How the kernels of a call are run and differentiated: once by kernels, twice by XLA, and what `vmap` does to them."""
 
 import functools
 from collections.abc import Callable
@@ -7,45 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.kernels import _launch, _varying
-from ejkernel.kernels.linear_recurrence import triton_passes, xla
-from ejkernel.kernels.linear_recurrence._call import Call
-from ejkernel.kernels.linear_recurrence.triton_passes import Plan
-
-LARGEST_DIM = 256
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+from ejkernel.kernels.linear_recurrence import xla
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.triton import passes
+from ejkernel.kernels.linear_recurrence.triton.passes import Plan
 
 
-def supports(call: Call) -> str | None:
-    """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in [jnp.dtype(each) for each in DTYPES]:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
-    if call.value_decay:
-        return "decay along the value dims (gv) has no Triton kernel"
-    if max(call.key_dim, call.value_dim) > LARGEST_DIM:
-        return f"a head dim above {LARGEST_DIM} (K={call.key_dim}, V={call.value_dim})"
-    if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
-        return "an array without elements"
-    if call.scale == 0 or not np.isfinite(call.scale):
-        return f"softmax_scale {call.scale}: the gradient kernels divide by it"
-    return _launch.unavailable()
-
-
-def run(
-    call: Call,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array | None,
-    value_log_decay: jax.Array | None,
-    initial_state: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The call's output and final states; arrays as `Call` lists them."""
-    del value_log_decay
-    arrays = _varying.align((query, key, value, log_decay, initial_state, cu_seqlens))
+def recurrence(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Output and final states from query, key, value, log decay, initial state and borders."""
     output, last, _ = _recurrence(call, Plan.of(call), *arrays)
     return output, last
 
@@ -60,7 +30,7 @@ class _Wanted:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recurrence(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
-    return _foldable(triton_passes.forward, call, plan)(*arrays)
+    return _foldable(passes.forward, call, plan)(*arrays)
 
 
 def _recurrence_forward(call: Call, plan: Plan, *primals: Any) -> tuple[Any, Any]:
@@ -90,9 +60,7 @@ def _gradients(
     call: Call, plan: Plan, wanted: _Wanted, arrays: Any, residuals: Any, doutput: jax.Array, dlast: jax.Array | None
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, log decay and initial state."""
-    return _foldable(functools.partial(triton_passes.backward, wanted.gate), call, plan)(
-        arrays, residuals, doutput, dlast
-    )
+    return _foldable(functools.partial(passes.backward, wanted.gate), call, plan)(arrays, residuals, doutput, dlast)
 
 
 def _gradients_forward(call: Call, plan: Plan, wanted: _Wanted, *arguments: Any) -> tuple[Any, Any]:

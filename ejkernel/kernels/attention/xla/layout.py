@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention.call import Call
 
 
 def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention.call import Call
 
 # Threefry-2x32 (Salmon et al. 2011, table 2); 13 rounds are the fewest that pass BigCrush
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)

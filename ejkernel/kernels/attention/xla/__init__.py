@@ -10,10 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention import xla_blocks
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._masks import by_group
-from ejkernel.kernels.attention._problem import Inputs, cotangents, differentiable
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable
+from ejkernel.kernels.attention.masks import by_group
+from ejkernel.kernels.attention.xla import blocks
+
+
+def supports(call: Call) -> str | None:
+    """Everything."""
+    return None
 
 
 def run(call: Call, *arrays: Array | None) -> Any:
@@ -35,7 +40,7 @@ def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
 
 
 def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array]:
-    return xla_blocks.forward(call, inputs)
+    return blocks.forward(call, inputs)
 
 
 def _forward(call: Call, inputs: Inputs) -> Any:
@@ -53,7 +58,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _gradients_primal(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Inputs:
-    return xla_blocks.backward(call, inputs, output, lse, d_output, d_lse)
+    return blocks.backward(call, inputs, output, lse, d_output, d_lse)
 
 
 def _gradients_forward(call: Call, *arguments: Any) -> Any:
@@ -68,7 +73,7 @@ def _gradients_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
 
     def gradients(moving: Any, d_results: Any) -> Any:
         def results(moving: Any) -> Any:
-            return xla_blocks.forward(call, inputs._replace(**moving), every_block=True)
+            return blocks.forward(call, inputs._replace(**moving), every_block=True)
 
         return jax.vjp(results, moving)[1](d_results)[0]
 

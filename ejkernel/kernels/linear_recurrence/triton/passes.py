@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels.linear_recurrence import triton_configs
-from ejkernel.kernels.linear_recurrence._call import Call
-from ejkernel.kernels.linear_recurrence.triton_configs import Config, Tile
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8
@@ -21,11 +21,11 @@ F32 = jnp.float32
 
 def _kernels() -> Any:
     # not at the top: `import ejkernel` must not import Triton
-    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton_kernels")
+    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton.kernels")
 
 
 def _key_kernels() -> Any:
-    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton_key_kernels")
+    return importlib.import_module("ejkernel.kernels.linear_recurrence.triton.key_kernels")
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -62,7 +62,7 @@ class Plan:
     def of(call: Call) -> "Plan":
         wide = call.dtype == F32 or Plan.carried(call)
         capability = _launch.capability() or 90
-        config = triton_configs.configure(capability, wide, max(call.key_dim, call.value_dim))
+        config = configs.configure(capability, wide, max(call.key_dim, call.value_dim))
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * _cdiv(call.value_dim, min(config.output.block, _power(call.value_dim)))
         # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,

@@ -7,19 +7,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._dropout import kept
-from ejkernel.kernels.attention._problem import (
-    Columns,
-    Inputs,
-    Problem,
-    Rows,
-    cotangents,
-    heads_first,
-    heads_last,
-    over_keys,
-    problem,
-)
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.dropout import kept
+from ejkernel.kernels.attention.inputs import Inputs, cotangents, heads_first, heads_last
+from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
 
 
 def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels.attention._call import Call
+from ejkernel.kernels.attention.call import Call
 
 
 def by_group(call: Call, x: Array, axis: int) -> Array:

@@ -1,4 +1,4 @@
-"""`xla_chunk` for calls that decay the value dims too: scores then differ from one value dim to the next.
+"""`one_chunk` for calls that decay the value dims too: scores then differ from one value dim to the next.
 
 So each pair of blocks is read on its own, with its values decayed to the border and its outputs from there.
 """
@@ -6,8 +6,15 @@ So each pair of blocks is read on its own, with its values decayed to the border
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.linear_recurrence.xla_blocks import Decays, all_decays, halves, in_first, in_second
-from ejkernel.kernels.linear_recurrence.xla_chunk import Chunk, Effect, Einsum, Gradients, gate_gradient, total_decay
+from ejkernel.kernels.chunks.blocks import Decays, all_decays, halves, in_first, in_second
+from ejkernel.kernels.linear_recurrence.xla.one_chunk import (
+    Chunk,
+    Effect,
+    Einsum,
+    Gradients,
+    gate_gradient,
+    total_decay,
+)
 
 
 def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
@@ -24,7 +31,7 @@ def _total_decay(chunk: Chunk) -> jax.Array:
 
 
 def effect(chunk: Chunk, einsum: Einsum) -> Effect:
-    """As `xla_chunk.effect`."""
+    """As `one_chunk.effect`."""
     q, k, v = chunk[:3]
     by_key, by_value = _decays(chunk)
     *sizes, C = by_key
@@ -41,7 +48,7 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
 
 
 def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:
-    """As `xla_chunk.backward`."""
+    """As `one_chunk.backward`."""
     q, k, v, do = *chunk[:3], d_output
     by_key, by_value = _decays(chunk)
     *sizes, C = by_key

@@ -1,4 +1,4 @@
-"""The gated linear recurrence in plain JAX: chunk after chunk, with its own backward. Runs anywhere."""
+"""The walk over chunks, one after the other, and its gradient."""
 
 import functools
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.linear_recurrence import decode, xla_chunk, xla_layout, xla_rows, xla_value_chunk
-from ejkernel.kernels.linear_recurrence._call import Call
-from ejkernel.kernels.linear_recurrence.xla_layout import Chunks
+from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.chunks.layout import Chunks
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, rows, value_chunk
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -29,40 +30,18 @@ class Inputs(NamedTuple):
     initial_state: jax.Array | None
 
 
-def supports(call: Call) -> str | None:
-    """Everything."""
-    return None
-
-
-def run(call: Call, *arrays: jax.Array | None) -> Results:
-    """Output and final states; see `Call` for the arrays."""
-    *inputs, cu_seqlens = _varying.align(arrays)
-    operands = Inputs(*inputs)
-    if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
-        return _nothing(call, operands)
-    if call.tokens == 1 and not call.packed:
-        return decode.step(call, *operands, precision=_precision(call))
-    return _recurrence(call, operands, cu_seqlens)
-
-
-def _nothing(call: Call, inputs: Inputs) -> Results:
-    """Nothing to write or to read: the states stay as they are."""
-    output = jnp.zeros((call.batch, call.tokens, call.heads, call.value_dim), call.dtype)
-    return output, _slots(call, inputs).reshape(call.sequences, call.heads, call.key_dim, call.value_dim)
-
-
-def _precision(call: Call) -> lax.Precision:
+def precision_of(call: Call) -> lax.Precision:
     # half-precision inputs are already coarser than one pass of a matrix unit
     return lax.Precision.DEFAULT if call.dtype.itemsize == 2 else lax.Precision.HIGHEST
 
 
-def _mathematics(call: Call) -> tuple[ModuleType, xla_chunk.Einsum]:
+def _mathematics(call: Call) -> tuple[ModuleType, one_chunk.Einsum]:
     """What to do with a chunk, and how to multiply there."""
-    chunk = xla_value_chunk if call.value_decay else xla_chunk
-    return chunk, functools.partial(jnp.einsum, precision=_precision(call))
+    chunk = value_chunk if call.value_decay else one_chunk
+    return chunk, functools.partial(jnp.einsum, precision=precision_of(call))
 
 
-def _slots(call: Call, inputs: Inputs) -> jax.Array:
+def initial_states(call: Call, inputs: Inputs) -> jax.Array:
     """Initial states `[slots, rows, H, K, V]`: a packed sequence has a slot, all rows of a batch share one."""
     lead = (call.sequences, 1) if call.packed else (1, call.batch)
     shape = (*lead, call.heads, call.key_dim, call.value_dim)
@@ -71,11 +50,11 @@ def _slots(call: Call, inputs: Inputs) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
 
 
-def _cut(call: Call, inputs: Inputs, chunk: Chunks, size: int) -> xla_chunk.Chunk:
+def _cut(call: Call, inputs: Inputs, chunk: Chunks, size: int) -> one_chunk.Chunk:
     """A slice of `size` tokens, head-first, heads repeated, in the dtype of the states."""
 
     def heads_first(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(xla_layout.cut(call, chunk, x, size).astype(call.state_dtype), 2, 1)
+        x = jnp.moveaxis(layout.cut(call, chunk, x, size).astype(call.state_dtype), 2, 1)
         return jnp.repeat(x, call.heads // x.shape[1], axis=1)
 
     tokens = inputs._replace(initial_state=None)
@@ -83,17 +62,17 @@ def _cut(call: Call, inputs: Inputs, chunk: Chunks, size: int) -> xla_chunk.Chun
     if call.decay == "constant" and gamma is not None:
         gamma = lax.dynamic_index_in_dim(gamma, chunk.sequence) if call.packed else gamma
         gamma = gamma.astype(call.state_dtype)[..., None, None]  # [rows, H, 1, 1]
-        gamma = jnp.where(xla_layout.visited(call, chunk, size)[:, None], gamma, 0)
+        gamma = jnp.where(layout.visited(call, chunk, size)[:, None], gamma, 0)
         tokens = tokens._replace(log_decay=None)
     q, k, v, a, b, _ = jax.tree.map(heads_first, tokens)
     a = gamma if call.decay == "constant" else a[..., None] if call.decay == "head" else a
-    return xla_chunk.Chunk(q, k, v, a, b)
+    return one_chunk.Chunk(q, k, v, a, b)
 
 
-def _cut_step(call: Call, inputs: Inputs, chunks: Sequence[Chunks]) -> xla_chunk.Chunk:
+def _cut_step(call: Call, inputs: Inputs, chunks: Sequence[Chunks]) -> one_chunk.Chunk:
     """The chunks of a step, in the order they are visited, on a new first axis."""
-    C = xla_layout.chunk_size(call)
-    if not xla_layout.whole(call):
+    C = layout.chunk_size(call)
+    if not layout.whole(call):
         return jax.tree.map(lambda *each: jnp.stack(each), *(_cut(call, inputs, chunk, C) for chunk in chunks))
     # one slice for all of them, which begins where the first of the tokens lies
     first = chunks[-1] if call.reverse else chunks[0]
@@ -106,9 +85,9 @@ def _cut_step(call: Call, inputs: Inputs, chunks: Sequence[Chunks]) -> xla_chunk
 
 def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
     """The results and, if kept, the state at the start of every chunk `[chunks, rows, H, K, V]`."""
-    where = xla_layout.chunks(call, cu_seqlens)
+    where = layout.chunks(call, cu_seqlens)
     mathematics, einsum = _mathematics(call)
-    together = xla_layout.together(call)
+    together = layout.together(call)
 
     def visit(states: jax.Array, step: Chunks) -> tuple[jax.Array, Any]:
         order = range(together)[::-1] if call.reverse else range(together)
@@ -132,9 +111,9 @@ def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states:
     # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
     unroll = 1 if keep_states else max(1, 4 // together)
     steps = jax.tree.map(lambda x: x.reshape(-1, together), where)
-    states, kept = lax.scan(visit, _slots(call, inputs), steps, reverse=call.reverse, unroll=unroll)
+    states, kept = lax.scan(visit, initial_states(call, inputs), steps, reverse=call.reverse, unroll=unroll)
     pieces, starts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-    output = xla_layout.put_together(call, where, cu_seqlens, pieces)
+    output = layout.put_together(call, where, cu_seqlens, pieces)
     return (output, states.reshape(call.sequences, *states.shape[2:])), starts
 
 
@@ -143,12 +122,12 @@ def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results
         return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
 
     def by_tokens() -> Results:
-        return decode.steps(call, *inputs[:-1], _slots(call, inputs)[0], precision=_precision(call))
+        return decode.steps(call, *inputs[:-1], initial_states(call, inputs)[0], precision=precision_of(call))
 
     def by_rows() -> Results:
         """Of the tokens that are visited first, as many as it takes; the last ones otherwise."""
-        output, states = xla_rows.walk(call, *inputs[:4], _slots(call, inputs)[0])
-        rest, gamma = call.tokens - xla_rows.taken(call), inputs.log_decay
+        output, states = rows.walk(call, *inputs[:4], initial_states(call, inputs)[0])
+        rest, gamma = call.tokens - rows.taken(call), inputs.log_decay
         if not rest:
             return output, states
         first = 0 if call.reverse else call.tokens - rest
@@ -159,12 +138,12 @@ def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results
         return lax.dynamic_update_slice_in_dim(output, piece, first, 1), states
 
     def by_rows_if_mild() -> Results:
-        mild = xla_rows.are_mild(call, inputs.query, inputs.key, inputs.log_decay)
+        mild = rows.are_mild(call, inputs.query, inputs.key, inputs.log_decay)
         return lax.cond(mild, by_rows, by_chunks)
 
     if decode.pays(call):
         return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
-    if xla_rows.pays(call):
+    if rows.pays(call):
         return lax.platform_dependent(cpu=by_rows_if_mild, default=by_chunks)
     return by_chunks()
 
@@ -177,7 +156,7 @@ def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[
 def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
     inputs, cu_seqlens, starts = residuals
     d_output, d_final = cotangents
-    where, C = xla_layout.chunks(call, cu_seqlens), xla_layout.chunk_size(call)
+    where, C = layout.chunks(call, cu_seqlens), layout.chunk_size(call)
     mathematics, einsum = _mathematics(call)
     constant = call.decay == "constant"
     # constant decays are summed apart, initial states come out of the walk
@@ -192,21 +171,21 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
     def visit(d_states: jax.Array, step: tuple[Chunks, jax.Array]) -> tuple[jax.Array, Any]:
         chunk, start = step
         d_end = lax.dynamic_index_in_dim(d_states, chunk.sequence, keepdims=False)
-        do = jnp.moveaxis(call.scale * xla_layout.cut(call, chunk, d_output, C).astype(call.state_dtype), 2, 1)
+        do = jnp.moveaxis(call.scale * layout.cut(call, chunk, d_output, C).astype(call.state_dtype), 2, 1)
         grads = mathematics.backward(_cut(call, inputs, chunk, C), start, do, d_end, einsum)
         d_states = lax.dynamic_update_index_in_dim(d_states, grads.state, chunk.sequence, 0)
         of_tokens = Inputs(grads.query, grads.key, grads.value, grads.log_decay, grads.value_log_decay, None)
         d_gamma = None
         if constant:
-            own = xla_layout.visited(call, chunk, C)[:, None]
+            own = layout.visited(call, chunk, C)[:, None]
             d_gamma = jnp.where(own, grads.log_decay, 0).sum((-2, -1))
             of_tokens = of_tokens._replace(log_decay=None)
         return d_states, (jax.tree.map(heads_last, tokens, of_tokens), d_gamma)
 
-    slots = _slots(call, inputs)
+    slots = initial_states(call, inputs)
     d_states = _varying.like(d_final.astype(slots.dtype).reshape(slots.shape), inputs.query)
     d_states, (pieces, d_gamma) = lax.scan(visit, d_states, (where, starts), reverse=not call.reverse)
-    grads = jax.tree.map(functools.partial(xla_layout.put_together, call, where, cu_seqlens), pieces)
+    grads = jax.tree.map(functools.partial(layout.put_together, call, where, cu_seqlens), pieces)
     if constant:
         by_slot = jnp.zeros_like(d_gamma, shape=(slots.shape[:3])).at[where.sequence].add(d_gamma)
         grads = grads._replace(log_decay=by_slot.reshape(inputs.log_decay.shape).astype(inputs.log_decay.dtype))
@@ -216,5 +195,5 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
     return grads, None
 
 
-_recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_recurrence.defvjp(_forward, _backward)
+recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+recurrence.defvjp(_forward, _backward)

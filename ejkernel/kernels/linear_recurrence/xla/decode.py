@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.linear_recurrence.call import Call
 
 
 def step(

@@ -1,6 +1,6 @@
 """A call of blockwise attention taken apart: blocks of queries, and for each the blocks of keys in its sight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -8,38 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels.attention._call import Call
-from ejkernel.kernels.attention._layout import Layout, layout, seen_keys
-from ejkernel.kernels.attention._masks import by_group, live
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs, heads_first
+from ejkernel.kernels.attention.masks import by_group, live
+from ejkernel.kernels.attention.xla.layout import Layout, layout, seen_keys
 
 Carry = TypeVar("Carry")
-
-
-class Inputs(NamedTuple):
-    """The arrays of a call, as `Call` lists them."""
-
-    query: Array
-    key: Array
-    value: Array
-    mask: Array | None
-    bias: Array | None
-    sinks: Array | None
-    dropout_key: Array | None
-    cu_seqlens: Array | None
-    cu_seqlens_kv: Array | None
-    query_offset: Array | None
-
-
-def differentiable(inputs: Inputs) -> dict[str, Array]:
-    """The arrays of `inputs` that have a gradient."""
-    names = ("query", "key", "value", "bias", "sinks")
-    return {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
-
-
-def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
-    """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
-    like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
-    return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -132,18 +106,6 @@ def block_sizes(call: Call) -> tuple[int, int]:
         while call.sequences and queries > 32 and queries * call.sequences > call.queries:
             queries //= 2
     return min(queries, call.queries), min(keys, call.keys)
-
-
-def heads_first(call: Call, x: Array) -> Array:
-    """`[B, S, H, …]` to `[B, Hkv, G, S, …]`."""
-    x = x.reshape(*x.shape[:2], call.kv_heads, call.groups, *x.shape[3:])
-    return jnp.moveaxis(x, 1, 3)
-
-
-def heads_last(call: Call, x: Array) -> Array:
-    """`[B, Hkv, G, S, …]` to `[B, S, H, …]`."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], call.heads, *x.shape[4:])
 
 
 def over_keys(

@@ -5,7 +5,7 @@ only while more than eight of them wait. So nothing is batched here: a step take
 heads as there are and then of as many chunks of each, and every one of them goes through products of its own.
 
 The decay between two tokens is a quotient of two factors, which reach from each of them to the middle of the chunk.
-That is half the work of `xla_chunk`, and right for decays that are mild (`are_mild`), not for all.
+That is half the work of `one_chunk`, and right for decays that are mild (`are_mild`), not for all.
 """
 
 import functools
@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.linear_recurrence import xla_chunk, xla_layout
-from ejkernel.kernels.linear_recurrence._call import Call
+from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.xla import one_chunk
 
 # Half as many are a tenth slower with head decays, and compile in half the time. With key decays, for which there is
 # more to compile, half as many do.
@@ -49,12 +50,12 @@ def pays(call: Call) -> bool:
         return False
     if jax.__version_info__ >= (0, 12) or jax.default_backend() != "cpu":
         return False
-    return call.tokens >= 8 * xla_layout.LARGEST_CHUNK and call.key_dim * call.value_dim >= 128 * 128
+    return call.tokens >= 8 * layout.LARGEST_CHUNK and call.key_dim * call.value_dim >= 128 * 128
 
 
 def taken(call: Call) -> int:
     """How many tokens the steps take, of those visited first; fewer than a step are left."""
-    step = _lanes(call)[1] * xla_layout.chunk_size(call)
+    step = _lanes(call)[1] * layout.chunk_size(call)
     return call.tokens // step * step
 
 
@@ -63,13 +64,13 @@ def _lanes(call: Call) -> tuple[int, int]:
     lanes = LANES // 2 if call.decay == "key" else LANES
     rows = max(n for n in range(1, lanes + 1) if call.batch * call.heads % n == 0)
     # at most 8, so that a short call takes as long to compile as a long one
-    chunks = min(lanes // rows, call.tokens // xla_layout.chunk_size(call), 8)
+    chunks = min(lanes // rows, call.tokens // layout.chunk_size(call), 8)
     return rows, 1 << (chunks.bit_length() - 1)
 
 
 def are_mild(call: Call, query: jax.Array, key: jax.Array, log_decay: jax.Array | None) -> jax.Array:
     """Whether this is right for a call, all chunks of it. A NaN is neither mild nor moderate."""
-    half = xla_layout.chunk_size(call) // 2
+    half = layout.chunk_size(call) // 2
     gates = _taken(call, _gates(call, query, log_decay))
     gates = gates.reshape(call.batch, -1, half, *gates.shape[2:])
     # XLA's CPU backend takes ten times as long for a sum over an axis in the middle
@@ -93,7 +94,7 @@ def walk(
     call: Call, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array | None, starts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The output, 0 for tokens that are not taken, and the states `[B, H, K, V]` behind the last that is."""
-    C, (rows, chunks) = xla_layout.chunk_size(call), _lanes(call)
+    C, (rows, chunks) = layout.chunk_size(call), _lanes(call)
     steps, offset = taken(call) // (chunks * C), call.tokens - taken(call) if call.reverse else 0
     in_order = range(chunks)[::-1] if call.reverse else range(chunks)
     gates = _gates(call, query, log_decay)
@@ -155,7 +156,7 @@ def _taken(call: Call, x: jax.Array) -> jax.Array:
 
 def _by_chunk(call: Call, gates: jax.Array) -> jax.Array:
     """`[B, T, H]` as `[B · H, chunks, C, 1]`, a chunk's in the order they are visited."""
-    gates = jnp.moveaxis(gates, 2, 1).reshape(call.batch * call.heads, -1, xla_layout.chunk_size(call), 1)
+    gates = jnp.moveaxis(gates, 2, 1).reshape(call.batch * call.heads, -1, layout.chunk_size(call), 1)
     return jnp.flip(gates, 2) if call.reverse else gates
 
 
@@ -165,7 +166,7 @@ def _factors(gates: jax.Array) -> Factors:
     # which gates of its half of a chunk lie between a token and the middle, with the sign turned before it
     late = np.tri(C // 2, dtype=gates.dtype)
     between = np.stack([late - 1, late])
-    parts = [x.reshape(*lead, 2, C // 2, D) for x in xla_chunk.split(gates)]
+    parts = [x.reshape(*lead, 2, C // 2, D) for x in one_chunk.split(gates)]
     sums = [jnp.matmul(between, x, precision=lax.Precision.HIGHEST).reshape(*lead, C, D) for x in parts]
     early = [x[..., 0, :1, :] - y[..., :1, :] for x, y in zip(parts, sums, strict=True)]
     total = [x + y[..., -1:, :] for x, y in zip(early, sums, strict=True)]

@@ -1,0 +1,93 @@
+"""Borders of packed sequences, and what is counted by them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._checks.arrays import array
+from ejkernel._checks.wording import fail, is_concrete
+
+
+def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seqlens") -> jax.Array:
+    """`cu`, an array or a list, as an array of sequence borders; its values are checked when they can be read."""
+    cu = array(argument, np.asarray(cu) if isinstance(cu, list | tuple) and all(map(is_concrete, cu)) else cu)
+    if not jnp.issubdtype(cu.dtype, jnp.integer):
+        raise TypeError(f"{argument}: got dtype {cu.dtype}; expected int32 or int64")
+    if cu.ndim != 1 or cu.shape[0] < 1:
+        fail(argument, f"shape {cu.shape}", "[N+1]: 0 and the end of each of N sequences")
+    if is_concrete(cu):
+        borders = np.asarray(cu)
+        if borders[0] != 0:
+            fail(argument, f"first value {borders[0]}", "0")
+        if (np.diff(borders) < 0).any():
+            fail(
+                argument,
+                f"a decrease at index {int(np.argmax(np.diff(borders) < 0)) + 1}",
+                "values that never decrease",
+            )
+        if total_tokens is not None and borders[-1] > total_tokens:
+            fail(argument, f"last value {borders[-1]}", f"at most the {total_tokens} tokens there are")
+    return cu
+
+
+def static_total(argument: str, total: Any, cu: Any, count: Callable[[np.ndarray], np.integer]) -> int:
+    """How many rows a function of cu_seqlens returns: `total`, or what `count` says of its lengths if known."""
+    needed = int(count(np.diff(np.asarray(cu)))) if is_concrete(cu) else None
+    if total is None:
+        if needed is None:
+            what = argument.removeprefix("total_")
+            fail(argument, "None with a traced cu_seqlens", f"{argument}=, the number of {what} known when tracing")
+        return needed
+    if isinstance(total, bool) or not isinstance(total, int | np.integer) or total < 0:
+        fail(argument, repr(total) if is_concrete(total) else "a traced value", "an int of at least 0")
+    if needed is not None and total < needed:
+        fail(argument, total, f"at least the {needed} that cu_seqlens has")
+    return int(total)
+
+
+def token_mask(mask: Any) -> jax.Array:
+    """`mask` as a bool array `[B, T]`; integers count as True unless they are 0."""
+    mask = array("mask", mask)
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"mask: got dtype {mask.dtype}; expected bool")
+    if mask.ndim != 2:
+        fail("mask", f"shape {mask.shape}", "[B, T]")
+    return mask != 0
+
+
+def one_row(batch: int) -> None:
+    """Packed sequences share a single row."""
+    if batch != 1:
+        fail("cu_seqlens", f"a batch of {batch}", "batch 1, as packed sequences share one row")
+
+
+def packed_borders(
+    query: Any, key: Any, cu: Any, cu_kv: Any, devices: int = 1
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """`cu_seqlens` and `cu_seqlens_kv` as int32, the one standing in for the other; `None` if nothing is packed.
+
+    They count the tokens of `devices` slices like this one.
+    """
+    if cu is None:
+        if cu_kv is not None:
+            fail("cu_seqlens_kv", "borders of keys alone", "cu_seqlens beside it")
+        return None, None
+    query, key = array("query", query), array("key", key)
+    if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[0] != 1):
+        fail("query", f"shape {query.shape}", "[1, S, H, D] or [S, H, D], as cu_seqlens packs one row")
+    if key.ndim != query.ndim:
+        fail("key", f"shape {key.shape}", f"rank {query.ndim}, as query has")
+    borders = cu_seqlens(cu, devices * query.shape[-3])
+    if cu_kv is None:
+        # they stand for the keys too, and must fit them
+        borders_kv = cu_seqlens(cu, devices * key.shape[-3])
+    else:
+        borders_kv = cu_seqlens(cu_kv, devices * key.shape[-3], "cu_seqlens_kv")
+    if borders.shape != borders_kv.shape:
+        fail("cu_seqlens_kv", f"{borders_kv.shape[0] - 1} sequences", f"the {borders.shape[0] - 1} of cu_seqlens")
+    if borders.shape[0] == 1:  # no sequences at all: one empty one is the same and spares a case
+        borders, borders_kv = jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
+    return borders.astype(jnp.int32), borders_kv.astype(jnp.int32)
