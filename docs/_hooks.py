@@ -1,7 +1,8 @@
 """Fills in what pages take from the code: which implementation serves which call.
 
-A page asks for a table by `<!-- support: OP -->`. Each row is what `ejkernel.explain`
-says of a call, less what only depends on the machine that builds the pages.
+A page asks for the table of all ops by `<!-- platforms -->`, and for that of one op by
+`<!-- support: OP -->`. Each row of the latter is what `ejkernel.explain` says of a
+call, less what only depends on the machine that builds the pages.
 """
 
 import re
@@ -15,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel
+from ejkernel._ops import OPS, platform_table
 from ejkernel.kernels import _launch
-from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION, cudnn
-from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+from ejkernel.kernels.attention import cudnn
 
 MARKER = re.compile(r"^<!-- support: (\w+) -->$", re.MULTILINE)
+PLATFORMS = "<!-- platforms -->"
 B, T, H, D = 1, 1024, 8, 128
 
 Row = tuple[str, list[Any], dict[str, Any]]
@@ -104,17 +106,14 @@ def _flash_attention() -> Iterator[Row]:
 
 
 CALLS = {
-    "recurrent": (IMPLEMENTATIONS, _recurrent),
-    "recurrent_gla": (IMPLEMENTATIONS, partial(_recurrence, (D,))),
-    "simple_gla": (IMPLEMENTATIONS, partial(_recurrence, ())),
-    "retention": (IMPLEMENTATIONS, _recurrence),
-    "lightning_attn": (
-        IMPLEMENTATIONS,
-        partial(_recurrence, layer_idx=0, num_layers=12),
-    ),
-    "linear_attention": (IMPLEMENTATIONS, _recurrence),
-    "attention": (ATTENTION, lambda: iter([_call("every call")])),
-    "flash_attention": (FLASH_ATTENTION, _flash_attention),
+    "recurrent": _recurrent,
+    "recurrent_gla": partial(_recurrence, (D,)),
+    "simple_gla": partial(_recurrence, ()),
+    "retention": _recurrence,
+    "lightning_attn": partial(_recurrence, layer_idx=0, num_layers=12),
+    "linear_attention": _recurrence,
+    "attention": lambda: iter([_call("every call")]),
+    "flash_attention": _flash_attention,
 }
 
 
@@ -132,8 +131,8 @@ def _installed() -> Iterator[None]:
 
 def support_table(op: str) -> str:
     """Which implementations of an op serve which calls, fastest first, in Markdown."""
-    implementations, rows = CALLS[op]
-    names = [each.name for each in implementations]
+    rows = CALLS[op]
+    names = [each.name for each in OPS[op].implementations]
     table = [["call", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
     with _installed():
         for what, arrays, options in rows():
@@ -145,4 +144,5 @@ def support_table(op: str) -> str:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """What MkDocs makes a page of, given the text that the page's file holds."""
+    markdown = markdown.replace(PLATFORMS, platform_table())
     return MARKER.sub(lambda found: support_table(found[1]), markdown)

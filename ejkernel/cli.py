@@ -6,8 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 EXAMPLES = """examples:
   ejkernel info              what is installed, and what will run where
@@ -90,32 +89,21 @@ def _report() -> Iterator[str]:
         yield f"  none that JAX can use: {str(error) or 'see JAX_PLATFORMS'}"
         return
     yield "implementations, for a call of ordinary size"
-    for name, op, arguments in _calls():
-        yield f"  {name}"
-        yield from (f"    {line}" for line in _explained(op, arguments))
+    yield from _served()
 
 
-def _explained(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[str]:
-    from ejkernel._dispatch import explain
-
-    return str(explain(op, *arguments)).splitlines()
-
-
-def _calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """An ordinary call of each op whose implementations differ."""
-    import jax
-    import jax.numpy as jnp
-
+def _served() -> Iterator[str]:
+    """What serves each op, ops that are served alike together."""
     import ejkernel
+    from ejkernel._ops import OPS
 
-    x = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16)
-    per_head = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
-    per_key = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.float32)
-    yield "attention", ejkernel.attention, (x, x, x)
-    yield "flash_attention", ejkernel.flash_attention, (x, x, x)
-    yield "linear_attention, retention, lightning_attn", ejkernel.retention, (x, x, x)
-    yield "simple_gla", ejkernel.simple_gla, (x, x, x, per_head)
-    yield "recurrent_gla, recurrent", ejkernel.recurrent_gla, (x, x, x, per_key)
+    alike: dict[str, list[str]] = {}
+    for name, op in OPS.items():
+        arguments, options = op.ordinary_call()
+        alike.setdefault(str(ejkernel.explain(getattr(ejkernel, name), *arguments, **options)), []).append(name)
+    for explanation, names in alike.items():
+        yield f"  {', '.join(names)}"
+        yield from (f"    {line}" for line in explanation.splitlines())
 
 
 def _version(name: str) -> str:

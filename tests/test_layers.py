@@ -13,7 +13,7 @@ LAYERS = (
     ("ejkernel._dispatch",),
     ("ejkernel.kernels",),
     ("ejkernel.attention", "ejkernel.linear_attention"),
-    ("ejkernel.kernels._xla", "ejkernel.layers", "ejkernel.parallel"),
+    ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
     ("ejkernel.demo",),
     ("ejkernel",),
 )
