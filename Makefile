@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test test-newest test-newest-smoke lint docs numerics coverage mutants bench clean
+.PHONY: demo test test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -40,6 +40,10 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Pictures of the drawings that pages hold as text; needs Node.js and Chromium.
+drawings:
+	$(PYTHON) docs/_drawings.py
 
 numerics: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.numerics

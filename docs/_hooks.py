@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from _drawings import with_pictures
 
 import ejkernel
 from ejkernel._ops import OPS, platform_table
@@ -142,7 +143,8 @@ def support_table(op: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """What MkDocs makes a page of, given the text that the page's file holds."""
     markdown = markdown.replace(PLATFORMS, platform_table())
+    markdown = with_pictures(markdown, "../" * page.file.src_uri.count("/"))
     return MARKER.sub(lambda found: support_table(found[1]), markdown)
