@@ -60,7 +60,7 @@ def attention(
         if not allowed.any() and not sinks.size:
             continue
         top = max([*scores[allowed], *sinks])
-        each = np.where(allowed, np.exp(np.where(allowed, scores, 0) - top), 0)
+        each = np.where(allowed, np.exp(np.where(allowed, scores, top) - top), 0)
         total = each.sum() + np.exp(sinks - top).sum()
         lse[b, q, h] = top + np.log(total)
         weights[b, h, q] = each / total
@@ -100,6 +100,43 @@ def flash_attention(
             with_lse=True,
         )
     return output, lse
+
+
+def attention_gradients(
+    d_output, query, key, value, bias=None, softmax_aux=None, cu_seqlens=None, softmax_scale=1.0, **options
+):
+    """The output, and gradients by argument, each packed sequence by itself, from the weights as they are defined.
+
+    For logits so large that differences would be lost in their rounding. Sinks are `[H, sinks]`, a bias `[1, 1, S, L]`.
+    """
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "softmax_aux": softmax_aux}
+    arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items() if x is not None}
+    output = np.zeros((*query.shape[:3], value.shape[3]))
+    grads = {name: np.zeros(x.shape) for name, x in arrays.items()}
+    borders = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens
+    for b, (start, end), h in itertools.product(range(len(query)), itertools.pairwise(borders), range(query.shape[2])):
+        kv = h * key.shape[2] // query.shape[2]
+        q, k, v = (b, slice(start, end), h), (b, slice(start, end), kv), (b, slice(start, end), kv)
+        pairs = (b, 0, slice(start, end), slice(start, end))
+        given = {name: arrays[name][at][None, :, None] for name, at in (("query", q), ("key", k), ("value", v))} | (
+            {"bias": arrays["bias"][pairs][None, None]} if bias is not None else {}
+        )
+        sinks = np.zeros(0) if softmax_aux is None else arrays["softmax_aux"][h]
+        found, weights = attention(**given, softmax_aux=sinks, softmax_scale=softmax_scale, **options)
+        output[q], weights, d_out = found[0, :, 0], weights[0, 0], np.asarray(d_output, np.float64)[q]
+        d_weights = d_out @ arrays["value"][v].T
+        mean = (weights * d_weights).sum(-1, keepdims=True)
+        d_scores = weights * (d_weights - mean)
+        grads["query"][q] += softmax_scale * d_scores @ arrays["key"][k]
+        grads["key"][k] += softmax_scale * d_scores.T @ arrays["query"][q]
+        grads["value"][v] += weights.T @ d_out
+        if bias is not None:
+            grads["bias"][pairs] += d_scores
+        if sinks.size:
+            among = np.exp(sinks - sinks.max())
+            share = np.where(weights.any(-1), 1 - weights.sum(-1), 0).clip(0)  # of all sinks
+            grads["softmax_aux"][h] -= (share * mean[:, 0]).sum() * among / among.sum()
+    return output, grads
 
 
 def token_indices(cu_seqlens, total_tokens=None):

@@ -75,6 +75,45 @@ def test_stand_in_matches_oracle(case, stand_in):
     compare(case, 3e-2)
 
 
+def check_shifted_rows(tolerance):
+    """What all of a query's keys have in common makes no difference, however large: -1e9 is how many models mask."""
+    case = Case("", **SIZES | {"queries": 32, "keys": 32}, kv_heads=2, options=CAUSAL)
+    arrays = case.arrays(jnp.bfloat16)
+    small = np.random.default_rng(0).normal(size=(1, 4, 32, 32)).astype(jnp.bfloat16)
+    small[:, :, 5:7] = 0
+    large = small.copy()
+    # causality hides the rest of row 5 from it
+    large[:, :, 5, :6], large[:, :, 6] = -1e9, float(jnp.finfo(jnp.bfloat16).min)
+    cotangent = np.random.default_rng(1).normal(size=arrays["query"].shape)
+
+    def run(**arrays):
+        return flash_attention(**arrays, **case.options, dtype=None)
+
+    found, expected = (results_and_gradients(run, {**arrays, "bias": bias}, cotangent) for bias in (large, small))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, other, tolerance)
+
+
+def test_stand_in_never_sees_a_huge_bias(stand_in, monkeypatch):
+    seen = []
+    original = jax.nn.dot_product_attention
+
+    def spy(*arrays, bias, **options):
+        causal = np.tri(32, dtype=bool)
+        jax.debug.callback(lambda bias: seen.append(np.where(causal, bias, -np.inf).max(-1)), bias)
+        return original(*arrays, bias=bias, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    check_shifted_rows(0)
+    jax.effects_barrier()
+    assert seen and max(np.abs(each).max() for each in seen) < 256
+
+
+@pytest.mark.gpu
+def test_cudnn_with_rows_masked_by_a_huge_bias():
+    check_shifted_rows(1e-2)
+
+
 def test_stand_in_differentiates_twice(stand_in):
     case = Case("", **{**SIZES, "queries": 8, "keys": 8}, kv_heads=2, options=CAUSAL)
     arrays = case.arrays(jnp.bfloat16)

@@ -197,3 +197,66 @@ def check_rounding(shape, run, arrays):
         assert (np.isfinite(x) == real).all()
         # weights are rounded before they meet the values, and again in each gradient
         assert_close(np.where(real, x, 0), np.where(real, wanted, 0), roundings(dtype, 4, 32))
+
+
+@st.composite
+def large_logits(draw):
+    """Arrays whose logits are as large as one likes and yet exact, small integers times powers of 2, and borders.
+
+    Some rows are "masked" by a huge negative bias for all keys alike, as many models do it.
+    """
+    random = np.random.default_rng(draw(SEEDS))
+    exponent = draw(st.integers(-3, 100))
+    tokens = 12
+
+    def integers(*shape):
+        return random.integers(-2, 3, shape).astype(np.float32)
+
+    unit = np.float32(2.0**exponent)
+    arrays = {
+        "query": integers(1, tokens, 2, 3) * unit,
+        "key": integers(1, tokens, 2, 3),
+        "value": random.normal(size=(1, tokens, 2, 5)).astype(np.float32),
+    }
+    if draw(st.booleans()):
+        low = -unit * np.float32(2.0 ** draw(st.integers(1, 16)))
+        arrays["bias"] = np.where(random.random((1, 1, tokens, 1)) < 0.4, low, 0) + np.zeros(tokens, np.float32)
+    if draw(st.booleans()):
+        arrays["softmax_aux"] = integers(2, 2) * unit * np.float32(2.0 ** draw(st.integers(0, 4)))
+    return arrays, np.cumsum((0, *draw(lengths(tokens, 3)))).astype(np.int32)
+
+
+@functools.cache
+def _packed_or_not(front, causal, packed):
+    def call(cu_seqlens, **arrays):
+        options = {"softmax_scale": 1.0, "causal": causal, "dtype": None}
+        if front == "attention":
+            return ejkernel.attention(**arrays, **options)[0]
+        borders = {"cu_seqlens": cu_seqlens} if packed else {}
+        return ejkernel.flash_attention(**arrays, **options, **borders, block_sizes=(3, 4))
+
+    return call
+
+
+@pytest.mark.parametrize("front, packed", [("attention", False), ("flash_attention", False), ("flash_attention", True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_shares_are_exact_whatever_the_size_of_logits(front, packed, causal):
+    """Output and gradients are those of weights that sum to 1, for logits of up to 1e35."""
+
+    @examples(ci=15, thorough=300)
+    @given(large_logits())
+    def matches(drawn):
+        arrays, borders = drawn
+        cotangent = np.random.default_rng(0).normal(size=arrays["value"].shape).astype(np.float32)
+        call = _packed_or_not(front, causal, packed)
+        output, found = results_and_gradients(call, arrays | {"cu_seqlens": borders}, cotangent)
+        pieces = borders if packed else None
+        expected, right = oracle.attention_gradients(cotangent, **arrays, causal=causal, cu_seqlens=pieces)
+        assert_close(output, expected, 1e-5, scale=1.0)
+        for name, gradient in right.items():
+            # weights of 0 and 1 leave no gradient but what rounding leaves of its terms
+            partner = {"query": "key", "key": "query"}.get(name)
+            terms = 1.0 if partner is None else max(np.abs(arrays[partner]).max(), 1.0)
+            assert_close(found[name], gradient, 3e-5, name, scale=terms)
+
+    matches()

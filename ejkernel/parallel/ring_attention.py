@@ -1,7 +1,7 @@
 """Softmax attention with its tokens spread over a mesh axis.
 
 Keys and values travel around the ring of devices; each device attends to those that visit it and merges the results
-by their log-sum-exp. The backward pass sends them around again, and their gradients along with them.
+by their parts of the softmax. The backward pass sends them around again, and their gradients along with them.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
+from ejkernel.kernels.attention.xla import blocks as core
 from ejkernel.parallel._ring import Ring, plan
 
 
@@ -175,19 +176,19 @@ def _primal(call: Call, ring: Ring, arrays: Arrays) -> Array:
     return _forward(call, ring, arrays)[0]
 
 
-def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array]]:
+def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
     me = lax.axis_index(ring.axis)
     queries, starts = ring.split(arrays.query), ring.starts(me, call.queries)
 
     def visit(results: Any, blocks: Any, shift: Any, begin: int = 0) -> Any:
-        """`results`, output and log-sum-exp by slice of queries, with what the visiting blocks add."""
+        """`results`, as the core's by slice of queries, with what the visiting blocks add."""
         places = ring.starts((me - shift) % ring.devices, call.keys) + begin
 
         def one_slice(xs: Any) -> Any:
             results, query, start = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = blocks.forward(*_pair(call, arrays, query, start, *block))
+                part = core.forward(*_pair(call, arrays, query, start, *block))
                 return _merged(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
@@ -198,8 +199,8 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
         results, blocks = carry
         return (visit(results, blocks, shift), ring.hop(blocks)), None
 
-    lse = jnp.full(queries.shape[:-1], -jnp.inf, call.wide)
-    results = _varying.like((jnp.zeros((*lse.shape, call.value_dim), call.wide), lse), queries)
+    zeros = jnp.zeros(queries.shape[:-1], call.wide)
+    results = _varying.like((jnp.zeros((*zeros.shape, call.value_dim), call.wide), zeros, zeros), queries)
     own = ring.split(arrays.key), ring.split(arrays.value)
     last = ring.first + ring.visits - 1
     carry = results, ring.hop(own, ring.first)
@@ -207,23 +208,23 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
     results = visit(results, blocks, last)
     for shift, begin, end in ring.edges:
         results = visit(results, ring.hop(_cut(own, begin, end), shift), shift, begin)
-    output, lse = map(ring.join, results)
+    output, top, total = map(ring.join, results)
     if arrays.sinks is not None:
-        share, _ = _shares(lse, _sinks_total(call, arrays.sinks))
-        output = share * output
+        output, _, _ = _merged((output, top, total), (jnp.zeros_like(output), *_of_sinks(call, arrays.sinks)))
     output = output.astype(call.residual_dtype)
-    return output, (arrays, output, lse)
+    return output, (arrays, output, top, total)
 
 
 def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[Arrays]:
-    arrays, output, lse = residuals
+    arrays, output, top, total = residuals
     me = lax.axis_index(ring.axis)
     d_sinks = None
     if arrays.sinks is not None:
-        total = jnp.logaddexp(lse, _sinks_total(call, arrays.sinks))
-        d_sinks = _sinks_gradient(call, arrays.sinks, output, jnp.where(lse == -jnp.inf, jnp.inf, total), d_output)
-        lse = total
-    of_queries = tuple(map(ring.split, (arrays.query, output, lse, d_output)))
+        alive = total > 0
+        top, parts = _parts((top, total), _of_sinks(call, arrays.sinks))
+        total = parts[0] + parts[1]
+        d_sinks = _sinks_gradient(call, arrays.sinks, output, top, total, d_output, alive)
+    of_queries = tuple(map(ring.split, (arrays.query, output, top, total, d_output)))
     starts = ring.starts(me, call.queries)
 
     def visit(blocks: Any, shift: Any, begin: int = 0) -> Any:
@@ -231,11 +232,11 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
         places = ring.starts((me - shift) % ring.devices, call.keys) + begin
 
         def one_slice(sums: Any, xs: Any) -> Any:
-            start, query, output, lse, d_output = xs
+            start, query, output, top, total, d_output = xs
 
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
-                found = blocks.backward(inner, inputs, output, lse, d_output, jnp.zeros_like(lse))
+                found = core.backward(inner, inputs, output, top, total, d_output, jnp.zeros_like(total))
                 return d_query + found.query, (found.key.astype(call.wide), found.value.astype(call.wide))
 
             zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)
@@ -294,17 +295,20 @@ def _pair(
     return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset)
 
 
-def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp over two sets of keys, from those over each."""
-    share, other_share = _shares(one[1], other[1])
-    return share * one[0] + other_share * other[0], jnp.logaddexp(one[1], other[1])
+def _merged(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """The core's results over two sets of keys, from those over each."""
+    top, parts = _parts(one[1:], other[1:])
+    total = parts[0] + parts[1]
+    share, other_share = (jnp.where(part == 0, 0, part / total)[..., None] for part in parts)
+    return share * one[0] + other_share * other[0], top, total
 
 
-def _shares(one: Array, other: Array) -> tuple[Array, Array]:
-    """How much of the softmax lies with each of two log-sum-exps; none with `-inf`."""
-    both = jnp.logaddexp(one, other)
-    first, second = (jnp.where(each == -jnp.inf, 0, jnp.exp(each - both)) for each in (one, other))
-    return first[..., None], second[..., None]
+def _parts(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    """The top over two sets of keys, and the total of each from there, of their own tops and totals."""
+    tops = [jnp.where(total == 0, -jnp.inf, top) for top, total in (one, other)]
+    top = jnp.maximum(*tops)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    return top, (jnp.exp(tops[0] - top) * one[1], jnp.exp(tops[1] - top) * other[1])
 
 
 def _added(one: Any, other: Any) -> Any:
@@ -321,13 +325,19 @@ def _sinks_by_head(call: Call, sinks: Array) -> Array:
     return jnp.broadcast_to(split, (call.kv_heads, call.groups, split.shape[-1])).reshape(call.heads, -1)
 
 
-def _sinks_total(call: Call, sinks: Array) -> Array:
-    return jax.nn.logsumexp(_sinks_by_head(call, sinks), -1)  # [H]
+def _of_sinks(call: Call, sinks: Array) -> tuple[Array, Array]:
+    """Their top and total `[H]`, both 0 if they count for nothing."""
+    by_head = _sinks_by_head(call, sinks)
+    top = by_head.max(-1)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    return top, jnp.exp(by_head - top[:, None]).sum(-1)
 
 
-def _sinks_gradient(call: Call, sinks: Array, output: Array, lse: Array, d_output: Array) -> Array:
-    """From the log-sum-exp with the sinks, `inf` where a query has no keys: then the output does not depend on them."""
-    mean = jnp.where(lse == jnp.inf, 0, (output * d_output).sum(-1, dtype=call.wide))
+def _sinks_gradient(
+    call: Call, sinks: Array, output: Array, top: Array, total: Array, d_output: Array, alive: Array
+) -> Array:
+    """From top and total with the sinks; the output of a query without keys does not depend on them."""
+    mean = jnp.where(alive, (output * d_output).sum(-1, dtype=call.wide), 0)
     by_head, pull = jax.vjp(partial(_sinks_by_head, call), sinks)
-    weights = jnp.exp(by_head - lse[..., None])  # [B, T, H, sinks]
-    return pull(-(weights * mean[..., None]).sum((0, 1)))[0]
+    weights = jnp.exp(by_head - top[..., None]) / jnp.where(alive, total, 1)[..., None]  # [B, T, H, sinks]
+    return pull(-jnp.where(alive[..., None], weights * mean[..., None], 0).sum((0, 1)))[0]

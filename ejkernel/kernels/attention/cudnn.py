@@ -17,7 +17,7 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable, heads_last
-from ejkernel.kernels.attention.masks import by_group, live
+from ejkernel.kernels.attention.masks import allowed_pairs, live
 
 BACKEND: Any = "cudnn"  # what `jax.nn.dot_product_attention` calls it
 HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -112,12 +112,14 @@ def _direct(call: Call, inputs: Inputs) -> Array:
     pairs = mask if bias is None else bias > -jnp.inf
     alive = None
     if pairs is not None:
-        if call.right == 0:
-            pairs = pairs & jnp.tri(call.queries, call.keys, dtype=bool)
-        alive, seen = live(by_group(call, pairs, 1))
+        allowed = allowed_pairs(call, pairs)
+        assert allowed is not None
+        alive, seen = live(allowed)
         alive = jnp.broadcast_to(alive, (call.batch, call.kv_heads, call.groups, call.queries, 1))
         alive, seen = heads_last(call, alive), seen.swapaxes(1, 2)
         query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+        if bias is not None:
+            bias = _near_zero(bias, allowed.reshape(bias.shape))
     if bias is not None:
         # -inf less -inf is NaN there; this, which JAX puts for masked pairs, leaves a weight of 0 just as well
         bias = jnp.maximum(bias, -(2.0**15) if bias.dtype == jnp.float16 else -(2.0**41))
@@ -133,6 +135,16 @@ def _direct(call: Call, inputs: Inputs) -> Array:
         implementation=BACKEND,
     )
     return output if alive is None else jnp.where(alive, output, 0)
+
+
+def _near_zero(bias: Array, allowed: Array) -> Array:
+    """`bias` with the largest value of a row taken off it where that is huge, which changes no weight.
+
+    cuDNN finds its gradients from a log-sum-exp in float32, which would forget the sum beside a bias of -1e9 throughout.
+    """
+    top = jnp.where(allowed, jax.lax.stop_gradient(bias), -jnp.inf).max(-1, keepdims=True)
+    # from there on the difference of two values is exact, in half precision too, unless its weight is 0 anyway
+    return bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) >= 256), top, 0)
 
 
 # cuDNN's primitives have no second derivative, and batch only arrays that all have the batch. So what touches them is

@@ -1,6 +1,7 @@
 """Softmax attention in blocks: memory linear in the number of tokens, and no work for keys out of sight.
 
-Gradients recompute the scores from the saved log-sum-exp.
+Gradients recompute the weights from what is kept of each row of scores: its largest, `top`, and the sum of
+`exp(score - top)`, `total`, both 0 where there is nothing to sum. Derivatives take `top` for a constant.
 """
 
 from typing import Any
@@ -27,7 +28,8 @@ def run(call: Call, *arrays: Array | None) -> Any:
     if 0 in (call.batch, call.queries, call.keys):
         output, lse = _empty(call, inputs.sinks)
     else:
-        output, lse = _attend(call, _varying.align(inputs))
+        output, top, total = _attend(call, _varying.align(inputs))
+        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
     output = output.astype(call.dtype)
     return (output, lse) if call.return_lse else output
 
@@ -39,31 +41,32 @@ def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
     return jnp.zeros((*lse.shape, call.value_dim), call.dtype), lse
 
 
-def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array]:
+def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array, Array]:
     return blocks.forward(call, inputs)
 
 
 def _forward(call: Call, inputs: Inputs) -> Any:
     # `_attend`, not `_primal`: differentiating this again must not meet loops of unknown length
-    output, lse = _attend(call, inputs)
-    return (output, lse), (inputs, output, lse)
+    results = _attend(call, inputs)
+    return results, (inputs, *results)
 
 
 def _backward(call: Call, residuals: Any, d_results: Any) -> tuple[Inputs]:
-    return (_gradients(call, *residuals, *d_results),)
+    d_output, _, d_total = d_results
+    return (_gradients(call, *residuals, d_output, d_total),)
 
 
 _attend = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 
-def _gradients_primal(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Inputs:
-    return blocks.backward(call, inputs, output, lse, d_output, d_lse)
+def _gradients_primal(call: Call, *arguments: Any) -> Inputs:
+    return blocks.backward(call, *arguments)
 
 
 def _gradients_forward(call: Call, *arguments: Any) -> Any:
-    inputs, _, _, d_output, d_lse = arguments
-    return _gradients(call, *arguments), (inputs, d_output, d_lse)
+    inputs, _, _, _, d_output, d_total = arguments
+    return _gradients(call, *arguments), (inputs, d_output, d_total)
 
 
 def _gradients_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
@@ -73,14 +76,15 @@ def _gradients_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
 
     def gradients(moving: Any, d_results: Any) -> Any:
         def results(moving: Any) -> Any:
-            return blocks.forward(call, inputs._replace(**moving), every_block=True)
+            output, _, total = blocks.forward(call, inputs._replace(**moving), every_block=True)
+            return output, total
 
         return jax.vjp(results, moving)[1](d_results)[0]
 
     _, pull = jax.vjp(gradients, moving, tuple(d_results))
-    d_moving, (dd_output, dd_lse) = pull({name: getattr(dd_inputs, name) for name in moving})
-    # the output and the log-sum-exp are functions of the inputs: their share is in `d_moving`
-    return cotangents(inputs, d_moving), None, None, dd_output, dd_lse
+    d_moving, (dd_output, dd_total) = pull({name: getattr(dd_inputs, name) for name in moving})
+    # the output, top and total are functions of the inputs: their share is in `d_moving`
+    return cotangents(inputs, d_moving), None, None, None, dd_output, dd_total
 
 
 _gradients = jax.custom_vjp(_gradients_primal, nondiff_argnums=(0,))

@@ -13,8 +13,12 @@ from ejkernel.kernels.attention.inputs import Inputs, cotangents, heads_first, h
 from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
 
 
-def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Array, Array]:
-    """The output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]`.
+def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Array, Array, Array]:
+    """The output `[B, S, H, Dv]`, and the `top` and `total` of each row of scores, `[B, S, H]`.
+
+    `top` is the largest score or sink, a constant to derivatives, and `total` the sum of `exp(score - top)`; both are 0
+    where there is nothing to sum. They stay apart, as `top + log(total)` forgets the total where scores are huge: the
+    row would no longer sum to 1.
 
     With `every_block`, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
     """
@@ -40,34 +44,33 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Arra
         carry = _varying.like((*carry, sums), query)
         return None, _finish(p, *over_keys(p, rows, visit, carry, every_block))
 
-    _, (output, lse) = lax.scan(
-        jax.checkpoint(block) if every_block else block, None, (p.rows, p.layout.split(p.query, 3))
-    )
-    output, lse = (p.layout.join(each, 3, call.queries) for each in (output, lse))
+    _, results = lax.scan(jax.checkpoint(block) if every_block else block, None, (p.rows, p.layout.split(p.query, 3)))
+    output, top, total = (p.layout.join(each, 3, call.queries) for each in results)
     output = output if p.alive is None else jnp.where(p.alive, output, 0)
-    lse = lse if p.padding is None else jnp.where(p.padding, -jnp.inf, lse)
-    return heads_last(call, output).astype(call.residual_dtype), heads_last(call, lse)
+    return heads_last(call, output).astype(call.residual_dtype), heads_last(call, top), heads_last(call, total)
 
 
-def backward(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Inputs:
-    """Cotangents of `inputs` from those of the output and of the log-sum-exp."""
+def backward(
+    call: Call, inputs: Inputs, output: Array, top: Array, total: Array, d_output: Array, d_total: Array
+) -> Inputs:
+    """Cotangents of `inputs` from the results of `forward`, and from the cotangents of the output and the total."""
     p = problem(call, inputs)
-    output, d_output, lse, d_lse = (heads_first(call, each) for each in (output, d_output, lse, d_lse))
+    output, d_output, top, total, d_total = (heads_first(call, x) for x in (output, d_output, top, total, d_total))
     d_output = d_output if p.alive is None else jnp.where(p.alive, d_output, 0)
-    # what the softmax takes off the gradient of each score, with what comes in by way of the log-sum-exp
+    # what the softmax takes off the gradient of each score, with what comes in by way of the total
     mean = jnp.where(p.real, (d_output * output).sum(-1, dtype=call.wide), 0)
-    mean = (mean - d_lse) if p.padding is None else jnp.where(p.padding, 0, mean - d_lse)
-    lse = jnp.where(lse == -jnp.inf, 0, lse)
+    mean = jnp.where(total == 0, 0, mean - d_total * total)
+    share = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))  # of the largest score
     d_output = d_output.astype(call.value_dtype)
 
     def block(carry: Any, xs: Any) -> Any:
-        rows, query, d_output, lse, mean = xs
+        rows, query, d_output, top, share, mean = xs
         query, d_output = jnp.where(rows.real, query, 0), jnp.where(rows.real, d_output, 0)
 
         def visit(columns: Columns, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias = carry
             scores, slope = _scores(call, query, columns)
-            weights = jnp.exp(scores.astype(call.wide) - lse)
+            weights = _shares(scores.astype(call.wide), top, share)
             d_weights = _drop(p, rows, columns, _matmul(call, d_output, columns.value.swapaxes(-1, -2)))
             # selecting, not the weights' 0, keeps a NaN in `d_weights` from pairs that may not attend
             d_scores = jnp.where(columns.allowed, weights * (d_weights - mean), 0)
@@ -83,7 +86,8 @@ def backward(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Ar
         *carry, d_query, d_bias = over_keys(p, rows, visit, (*carry, *mine))
         return tuple(carry), (d_query.astype(query.dtype), d_bias)
 
-    split = (p.layout.split(each, 3) for each in (p.query, d_output, lse[..., None], mean[..., None]))
+    of_rows = top[..., None], share[..., None], mean[..., None]
+    split = (p.layout.split(each, 3) for each in (p.query, d_output, *of_rows))
     zeros = _varying.like((jnp.zeros(p.key.shape, call.wide), jnp.zeros(p.value.shape, call.wide)), p.query)
     (d_key, d_value), (d_query, d_bias) = lax.scan(block, zeros, (p.rows, *split))
     d_query = p.layout.join(d_query, 3, call.queries)
@@ -94,9 +98,15 @@ def backward(call: Call, inputs: Inputs, output: Array, lse: Array, d_output: Ar
     if p.bias is not None:
         found["bias"] = d_bias.sum(0) if p.bias.shape[3] == 1 else p.layout.join(d_bias, 3, call.queries)
     if p.sinks is not None:
-        weights = jnp.exp(p.sinks - lse[..., None])  # [B, Hkv, G, S, sinks]
+        weights = _shares(p.sinks, top[..., None], share[..., None])  # [B, Hkv, G, S, sinks]
         found["sinks"] = _sum_to(-weights * mean[..., None], p.sinks.shape)
     return cotangents(inputs, found)
+
+
+def _shares(scores: Array, top: Array, share: Array) -> Array:
+    """The weights, from the largest score of each row and its weight."""
+    # huge scores may be rounded otherwise than when their largest was found, and must not exceed it
+    return jnp.exp(jnp.minimum(scores - top, 0)) * share
 
 
 def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | None]:
@@ -136,8 +146,8 @@ def _drop(p: Problem, rows: Rows, columns: Columns, x: Array) -> Array:
     return jnp.where(kept(p.call, p.dropout_key, rows.token, columns.position), x / (1 - p.call.dropout), 0)
 
 
-def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, Array]:
-    """Output and log-sum-exp of a block of queries whose keys are all summed up: the sinks join in."""
+def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
+    """Output, top and total of a block of queries whose keys are all summed up: the sinks join in."""
     dead, top = total == 0, top.astype(p.call.wide)
     if p.sinks is not None:
         new_top = jnp.maximum(top, lax.stop_gradient(p.sinks).max(-1, keepdims=True))
@@ -145,9 +155,8 @@ def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, A
         shrink = jnp.exp(top - base)
         total = total * shrink + jnp.exp(p.sinks - base).sum(-1, keepdims=True)
         sums, top = sums * shrink, new_top
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
-    return jnp.where(dead, 0, sums / jnp.where(dead, 1, total)), lse[..., 0]
+    output = jnp.where(dead, 0, sums / jnp.where(dead, 1, total))
+    return output, jnp.where(total == 0, 0, top)[..., 0], total[..., 0]
 
 
 def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: Array) -> Array:

@@ -31,7 +31,6 @@ class Problem:
     alive: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1]: queries that the mask leaves a key
     seen: Array | None  # [1|B, 1|Hkv, 1|L, 1]: keys that the mask leaves a query
     real: Array  # [1|B, 1, 1, S]: queries that position leaves a key
-    padding: Array | None  # [S]: tokens past the last packed sequence
     layout: Layout
     key_size: int
     rows: "Rows"  # of every block, stacked
@@ -88,7 +87,6 @@ def problem(call: Call, inputs: Inputs) -> Problem:
         alive,
         seen,
         (start < stop)[:, None, None],
-        None if inputs.cu_seqlens is None else token >= inputs.cu_seqlens[-1],
         blocks,
         key_size,
         Rows(blocks.split(token, 0), blocks.split(start, 1), blocks.split(stop, 1)),
