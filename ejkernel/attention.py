@@ -62,7 +62,7 @@ def attention(
         key: `[B, L, Hkv, D]`, `H` a multiple of `Hkv`: key/value head `j` serves query heads `j·H/Hkv …`.
         value: `[B, L, Hkv, Dv]`.
         attention_mask: bool `[B, H | Hkv | 1, S, L]`, True where the query may attend; any axis may be 1 and is
-            broadcast. Ignored if there is a bias.
+            broadcast. Ignored if there is a bias, with a warning; `flash_attention` applies both.
         bias: `[B, H | Hkv | 1, S, L]`, broadcast likewise; may hold `-inf`.
         init_bias: Called for a bias if neither `attention_mask` nor `bias` is given.
         deterministic: Leaves dropout out.
@@ -89,6 +89,9 @@ def attention(
         NotImplementedError: A bias with a number of heads other than 1, `Hkv` or `H`.
         PlatformError: `platform` names no implementation of this op.
 
+    Warns:
+        UserWarning: Both `attention_mask` and `bias` are given, and the mask is ignored.
+
     Examples:
         >>> import jax
         >>> from ejkernel import attention
@@ -100,6 +103,9 @@ def attention(
         >>> print(weights.sum(-1)[0, 0], weights[0, 0, 0])
         [1. 1. 1.] [1. 0. 0.]
     """
+    if attention_mask is not None and bias is not None:
+        _checks.warn("attention_mask: ignored, as attention takes a bias instead of it; flash_attention applies both")
+        attention_mask = None
     call, arrays = _bind(
         (query, key, value),
         (attention_mask, bias, init_bias),
@@ -123,7 +129,7 @@ def flash_attention(
     softmax_aux: Float[Array, "heads sinks"] | Float[Array, " sinks"] | None = None,
     softmax_scale: float | Array | None = None,
     logits_soft_cap: float | None = None,
-    dtype: DTypeLike | None = jnp.bfloat16,
+    dtype: DTypeLike | None = None,
     softmax_dtype: DTypeLike | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
@@ -139,7 +145,8 @@ def flash_attention(
     """Softmax attention that never holds all its weights: memory grows with the tokens, not with their square.
 
     The output of `attention` for the same arguments, dropout included, computed a block of queries and keys at a time
-    with the online softmax. Keys that causality, the window or packing put out of sight cost nothing. Gradients
+    with the online softmax. Two things differ: the output has the query's dtype unless another is given, and
+    `attention_mask` and `bias` given together both apply. Keys that causality, the window or packing put out of sight cost nothing. Gradients
     recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a bias given as one.
 
     A NaN or inf in one row or packed sequence never reaches another.
@@ -148,7 +155,8 @@ def flash_attention(
         query: `[B, S, H, D]`; packed, `[1, S, H, D]` or `[S, H, D]`.
         key: `[B, L, Hkv, D]`, and packed likewise.
         value: `[B, L, Hkv, Dv]`, and packed likewise.
-        attention_mask: As in `attention`; packed, its queries and keys are those of the whole stream.
+        attention_mask: As in `attention`, and never ignored; packed, `[1, heads, S, L]` of the whole stream, also
+            where the query has rank 3.
         bias: As in `attention`, and packed likewise. Its gradient has its shape.
         init_bias: As in `attention`.
         deterministic: As in `attention`.
@@ -187,8 +195,8 @@ def flash_attention(
         >>> from ejkernel import flash_attention
         >>> query = jax.random.normal(jax.random.key(0), (9, 4, 8))
         >>> key, value = jax.random.normal(jax.random.key(1), (2, 9, 2, 8))
-        >>> packed = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=jnp.array([0, 3, 9]))
-        >>> alone = flash_attention(query[None, 3:], key[None, 3:], value[None, 3:], causal=True, dtype=None)
+        >>> packed = flash_attention(query, key, value, causal=True, cu_seqlens=jnp.array([0, 3, 9]))
+        >>> alone = flash_attention(query[None, 3:], key[None, 3:], value[None, 3:], causal=True)
         >>> packed.shape, bool(jnp.allclose(packed[3:], alone[0], atol=1e-6))
         ((9, 4, 8), True)
     """
@@ -228,7 +236,7 @@ def _bind(
     """The arguments, checked, as the static facts and the arrays of a call."""
     dims = _checks.Dims()
     query, key, value = _checks.attention_inputs(dims, *inputs)
-    mask, bias = _mask_or_bias(dims, *pairs)
+    mask, bias = _mask_and_bias(dims, *pairs)
     softmax_aux, scale, soft_cap = scores
     sinks = None if softmax_aux is None else _checks.sinks(dims, softmax_aux)
     dtype, softmax_dtype = dtypes
@@ -268,14 +276,11 @@ def _bind(
     return call, (query, key, value, mask, bias, sinks, dropout_key)
 
 
-def _mask_or_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:
-    """The one of the two that counts: a bias overrides the mask, and either spares the call of `init_bias`."""
-    if bias is not None:
-        return None, _checks.attention_bias(dims, bias)
-    if mask is not None:
-        return _checks.attention_mask(dims, mask), None
-    if init_bias is None:
-        return None, None
+def _mask_and_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:
+    """Both, checked; `init_bias` is called for a bias if neither is there."""
+    if mask is not None or bias is not None or init_bias is None:
+        mask = None if mask is None else _checks.attention_mask(dims, mask)
+        return mask, None if bias is None else _checks.attention_bias(dims, bias)
     if not callable(init_bias):
         raise TypeError(f"init_bias: got {type(init_bias).__name__}; expected a function without arguments")
     return None, _checks.attention_bias(dims, init_bias(), "init_bias()")

@@ -46,7 +46,7 @@ def loss(recurrent, attention, arrays):
     """A small model: gated linear attention, then softmax attention in a window."""
     query, key, value, gate, borders = arrays
     hidden, _ = recurrent(query, key, value, g=jax.nn.log_sigmoid(gate), cu_seqlens=borders)
-    output = attention(query, key, hidden, causal=True, sliding_window=20, dtype=None, cu_seqlens=borders)
+    output = attention(query, key, hidden, causal=True, sliding_window=20, cu_seqlens=borders)
     return (output**2).sum(), output
 
 

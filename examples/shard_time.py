@@ -24,7 +24,7 @@ def linear(op, query, key, value, gate):
 
 
 def softmax(op, query, key, value, gate):
-    return op(query, key, value + jax.nn.sigmoid(gate), causal=True, dtype=None)
+    return op(query, key, value + jax.nn.sigmoid(gate), causal=True)
 
 
 def with_gradients(run):

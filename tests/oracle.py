@@ -20,10 +20,12 @@ def attention(
     dropout_prob=0.0,
     query_offset=0,
     with_lse=False,
+    mask_beside_bias=False,
 ):
     """Softmax attention, one query and head at a time; `kept` says which weights dropout leaves, `[B, H, S, L]`.
 
-    Query `q` stands at key position `q + query_offset`. `with_lse` adds the log of the denominator, `[B, S, H]`.
+    Query `q` stands at key position `q + query_offset`. `with_lse` adds the log of the denominator, `[B, S, H]`. A bias
+    overrides the mask, unless `mask_beside_bias`.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = query.shape, key.shape
@@ -44,7 +46,7 @@ def attention(
         if bias is not None:
             full = np.broadcast_to(bias, (batch, bias.shape[1], queries, keys))
             scores = scores + for_head(full[b], h)[q]
-        elif attention_mask is not None:
+        if attention_mask is not None and (bias is None or mask_beside_bias):
             full = np.broadcast_to(attention_mask, (batch, attention_mask.shape[1], queries, keys))
             allowed &= for_head(full[b], h)[q]
         if causal:
@@ -98,6 +100,7 @@ def flash_attention(
             **options,
             query_offset=offset,
             with_lse=True,
+            mask_beside_bias=True,
         )
     return output, lse
 

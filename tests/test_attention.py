@@ -20,6 +20,7 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-1
 EVERY_DTYPE = {"plain", "mask by group", "everything"}
 
 
+@pytest.mark.filterwarnings("ignore:attention_mask")
 @pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
 def test_matches_oracle(case, x64):
     """Output, weights, and the gradients of both, in float64."""
@@ -140,6 +141,19 @@ def test_init_bias_is_called_only_without_mask_and_bias():
 
     attention(**arrays, bias=bias, init_bias=refuse)
     attention(**arrays, attention_mask=np.ones((1, 1, 5, 5), bool), init_bias=refuse)
+
+
+@pytest.mark.parametrize("op", [attention, pinned])
+def test_mask_beside_a_bias_is_ignored_aloud(op):
+    """On every call, pointing at the caller."""
+    case = next(each for each in CASES if each.name == "bias and mask")
+    arrays = case.arrays(np.float32)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"attention_mask: ignored.* bias .*flash_attention") as found:
+            weights = op(**arrays)[1]
+        assert [each.filename for each in found] == [__file__]
+    del arrays["attention_mask"]
+    assert (weights == op(**arrays)[1]).all()
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])

@@ -30,8 +30,9 @@ SERVED = [
     Case("mask by head", **SIZES, kv_heads=4, mask_heads=4, dead=(3,), broadcast=True, options=CAUSAL),
     Case("mask by row and head", **SIZES, kv_heads=4, mask_heads=4),
     Case("bias", **SIZES, kv_heads=2, bias_heads=4, broadcast=True, dead=(5,), options=CAUSAL),
+    Case("bias and mask", **SIZES, kv_heads=2, bias_heads=4, mask_heads=1, broadcast=True, dead=(5,)),
 ]
-FEW = [each for each in SERVED if each.name in {"grouped", "causal window", "mask", "bias"}]
+FEW = [each for each in SERVED if each.name in {"grouped", "causal window", "mask", "bias", "bias and mask"}]
 
 
 @pytest.fixture
@@ -57,12 +58,14 @@ def compare(case, tolerance):
     def run(**arrays):
         return flash_attention(**arrays, **case.options, dtype=None)
 
-    def reference(**arrays):
-        return attention(**arrays, **case.options, dtype=None)[0]
+    def reference(attention_mask=None, bias=None, **arrays):
+        if bias is not None and attention_mask is not None:
+            attention_mask, bias = None, jnp.where(attention_mask, bias, -jnp.inf)
+        return attention(**arrays, attention_mask=attention_mask, bias=bias, **case.options, dtype=None)[0]
 
     mine = results_and_gradients(run, arrays, cotangent)
     right = results_and_gradients(reference, exact, cotangent)
-    assert_close(right[0], oracle.attention(**exact, **case.options)[0], 1e-5)
+    assert_close(right[0], oracle.flash_attention(**exact, **case.options)[0], 1e-5)
     for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
         assert one.dtype == jnp.bfloat16
         assert_close(one, other, tolerance)
@@ -162,6 +165,10 @@ REFUSED = [
     ({"causal": True, "key": shape(2, 32, 4, 16), "value": shape(2, 32, 4, 16)}, "causal with 64 queries and 32 keys"),
     ({"attention_mask": shape(2, 1, 1, 64, dtype=bool)}, "attention_mask broadcast over queries or keys"),
     ({"bias": shape(2, 4, 64, 64)}, "bias [2, 4, 64, 64]; its gradient needs one for all rows, with 4 heads"),
+    (
+        {"bias": shape(1, 4, 64, 64), "attention_mask": shape(2, 1, 64, 64, dtype=bool)},
+        "attention_mask with 2 rows beside a bias; its gradient needs one for all rows",
+    ),
     ({"bias": shape(1, 4, 64, 64, dtype=jnp.float32)}, "bias in float32, query in bfloat16"),
     (dict.fromkeys(CALL, shape(2, 64, 4, 16, dtype=jnp.float32)), "float32 arrays; it takes float16 or bfloat16"),
     ({"value": shape(2, 64, 4, 16, dtype=jnp.float16)}, "bfloat16/float16 arrays"),

@@ -107,9 +107,19 @@ def test_bias_broadcast_over_queries_or_keys(shape, x64):
         assert_close(one, other, TOLERANCE["float64"])
 
 
+def test_packed_rank_3_takes_a_mask_and_a_bias_of_rank_4(x64):
+    """`[1, heads, S, L]` of the whole stream; both apply."""
+    case = PACKED_EVERYTHING
+    arrays = case.arrays()
+    stream = {name: x[0] if name in ("query", "key", "value") else x for name, x in arrays.items()}
+    expected, _ = oracle.flash_attention(**arrays, **case.options)
+    assert_close(flash(case)(**stream), expected[0], TOLERANCE["float64"])
+
+
 def test_output_dtype_does_not_coarsen_gradients():
     arrays = CASES[0].arrays(np.float32)
-    assert flash_attention(**arrays).dtype == jnp.bfloat16
+    assert flash_attention(**arrays).dtype == np.float32
+    assert flash_attention(**arrays, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
     def gradients(dtype):
         weight = jnp.arange(5.0)[None, :, None, None]

@@ -74,7 +74,7 @@ SHAPES = [
     Shape(Case("bias", **SIZES, bias_heads=1, broadcast=True, options={"causal": True}), offset="one"),
     Shape(Case("stream", **STREAM, sink_shape=(2,), options={"causal": True}), sequences=5, unbatched=True, **BLOCKS),
     Shape(
-        Case("two streams", **STREAM | {"keys": 60}, mask_heads=1, options=EVERYTHING),
+        Case("two streams", **STREAM | {"keys": 60}, mask_heads=1, bias_heads=2, options=EVERYTHING),
         sequences=4,
         own_borders=True,
         offset="each",
@@ -108,7 +108,7 @@ def shapes(draw):
     own = packed and draw(st.booleans())
     queries = draw(st.integers(0, LONGEST if draw(st.booleans()) else 20))
     keys = queries if packed and not own else draw(st.integers(0, LONGEST if draw(st.booleans()) else 20))
-    of_pairs = draw(st.sampled_from(["mask", "bias", "none"]))
+    of_pairs = draw(st.sampled_from(["mask", "bias", "none"] + ["mask and bias"] * flash))
     pair_heads = draw(st.sampled_from(sorted({1, heads, kv_heads})))
     sink_heads = draw(st.sampled_from([(), (heads,), (kv_heads,)]))
     case = Case(
@@ -121,8 +121,8 @@ def shapes(draw):
         key_dim=draw(st.integers(1, 9)),
         value_dim=draw(st.integers(1, 9)),
         options=options,
-        mask_heads=pair_heads if of_pairs == "mask" else 0,
-        bias_heads=pair_heads if of_pairs == "bias" else 0,
+        mask_heads=pair_heads if "mask" in of_pairs else 0,
+        bias_heads=pair_heads if "bias" in of_pairs else 0,
         broadcast=draw(st.booleans()),
         sink_shape=draw(st.sampled_from([None, (*sink_heads, draw(st.integers(1, 3)))])),
     )

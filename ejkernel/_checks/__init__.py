@@ -34,7 +34,7 @@ from ejkernel._checks.values import (
     power_of_two,
     real,
 )
-from ejkernel._checks.wording import Dims, fail, is_concrete
+from ejkernel._checks.wording import Dims, fail, is_concrete, warn
 
 __all__ = [
     "Dims",
@@ -79,4 +79,5 @@ __all__ = [
     "time_series",
     "token_mask",
     "unbatched",
+    "warn",
 ]

@@ -1,5 +1,7 @@
 """What an error says: the argument, what it got, what would fit."""
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -9,6 +11,14 @@ import jax
 def fail(argument: str, got: object, expected: str) -> NoReturn:
     """Raises the `ValueError` that every check of a value ends in."""
     raise ValueError(f"{argument}: got {got}; expected {expected}")
+
+
+def warn(message: str) -> None:
+    """Warns the caller of the library, however many of its own functions lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ejkernel":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def is_concrete(x: Any) -> bool:

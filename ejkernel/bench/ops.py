@@ -105,7 +105,7 @@ OPS = {
         ),
         Op("linear_attention", lambda **x: linear_attention(**x)[0]),
         Op("recurrent", lambda **x: recurrent(**x)[0], gates={"gk": "BTHK", "gv": "BTHV"}),
-        Op("flash_attention", lambda **x: flash_attention(**x, causal=True, dtype=None), softmax=True),
+        Op("flash_attention", lambda **x: flash_attention(**x, causal=True), softmax=True),
         Op("attention", lambda **x: attention(**x, causal=True, dtype=None)[0], softmax=True),
     )
 }

@@ -88,7 +88,7 @@ class MultiHeadAttention(nnx.Module):
             if cu_seqlens is not None:
                 positions = prepare_position_ids(cu_seqlens, total_tokens=x.shape[-2])
             query, key = rotate(query, positions), rotate(key, positions)
-            output = flash_attention(query, key, value, causal=True, dtype=None, cu_seqlens=cu_seqlens)
+            output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens)
             return self.out(merge(output)), None
         if cu_seqlens is not None:
             _checks.fail("cache", "one together with cu_seqlens", "one of them")
@@ -109,7 +109,7 @@ class MultiHeadAttention(nnx.Module):
             output, _ = attention(query, keys, values, seen[:, None, None], dtype=None)
         else:
             # causality, counted from the first query's position, also hides the empty rest of the cache
-            output = flash_attention(query, keys, values, causal=True, dtype=None, query_offset=cache.position)
+            output = flash_attention(query, keys, values, causal=True, query_offset=cache.position)
         output = jnp.where(positions[..., None] < cache.capacity, self.out(merge(output)), jnp.nan)
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])
 

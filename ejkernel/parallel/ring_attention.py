@@ -36,7 +36,7 @@ def flash_attention(
     softmax_aux: Array | None = None,
     softmax_scale: float | Array | None = None,
     logits_soft_cap: float | None = None,
-    dtype: DTypeLike | None = jnp.bfloat16,
+    dtype: DTypeLike | None = None,
     softmax_dtype: DTypeLike | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,

@@ -25,7 +25,7 @@ class Call:
     | `cu_seqlens`, `cu_seqlens_kv` | `[N + 1]` with `B = 1`, or `None` (`flash_attention` only) |
     | `query_offset` | int32 `[1]`, `[B]` or packed `[N]`, or `None` for 0 (`flash_attention` only) |
 
-    At most one of `mask` and `bias` is there. `left` and `right` bound the keys that a query sees by their distance,
+    `attention` has at most one of `mask` and `bias`; in `flash_attention` both apply. `left` and `right` bound the keys that a query sees by their distance,
     `None` being no bound; `causal` and the window both end up in them.
     """
 

@@ -67,6 +67,8 @@ def _pairs(call: Call) -> str | None:
             return f"{name} broadcast over queries or keys"
     if call.bias_shape is not None and call.bias_shape[:2] != (1, call.heads):
         return f"bias {list(call.bias_shape)}; its gradient needs one for all rows, with {call.heads} heads"
+    if call.bias_shape is not None and call.mask_shape is not None and call.mask_shape[0] != 1:
+        return f"attention_mask with {call.mask_shape[0]} rows beside a bias; its gradient needs one for all rows"
     if call.bias_dtype not in (None, call.query_dtype):
         return f"bias in {call.bias_dtype}, query in {call.query_dtype}"
     return None
@@ -109,6 +111,8 @@ def run(call: Call, *arrays: Array | None) -> Array:
 def _direct(call: Call, inputs: Inputs) -> Array:
     """cuDNN's output, put right where cuDNN averages over keys that no query may attend to."""
     query, key, value, mask, bias = inputs[:5]
+    if mask is not None and bias is not None:
+        mask, bias = None, jnp.where(mask, bias, -jnp.inf)
     pairs = mask if bias is None else bias > -jnp.inf
     alive = None
     if pairs is not None:
@@ -140,7 +144,7 @@ def _direct(call: Call, inputs: Inputs) -> Array:
 def _near_zero(bias: Array, allowed: Array) -> Array:
     """`bias` with the largest value of a row taken off it where that is huge, which changes no weight.
 
-    cuDNN finds its gradients from a log-sum-exp in float32, which would forget the sum beside a bias of -1e9 throughout.
+    cuDNN finds its gradients from a log-sum-exp in float32, which would forget the sum beside a bias of -1e9.
     """
     top = jnp.where(allowed, jax.lax.stop_gradient(bias), -jnp.inf).max(-1, keepdims=True)
     # from there on the difference of two values is exact, in half precision too, unless its weight is 0 anyway
