@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 from ejkernel import _checks
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
-from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.call import Call, common_dtype
 
 __all__ = ["attention", "flash_attention"]
 
@@ -146,8 +146,9 @@ def flash_attention(
 
     The output of `attention` for the same arguments, dropout included, computed a block of queries and keys at a time
     with the online softmax. Two things differ: the output has the query's dtype unless another is given, and
-    `attention_mask` and `bias` given together both apply. Keys that causality, the window or packing put out of sight cost nothing. Gradients
-    recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a bias given as one.
+    `attention_mask` and `bias` given together both apply. Keys that causality, the window or packing put out of sight
+    cost nothing. Gradients recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a
+    bias given as one.
 
     A NaN or inf in one row or packed sequence never reaches another.
 
@@ -243,11 +244,13 @@ def _bind(
     probability, dropout_key = _checks.dropout(*dropout)
     causal, sliding_window = positions
     left, right = _checks.sliding_window(sliding_window) or (None, None)
-    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    wide = common_dtype(query.dtype, key.dtype, value.dtype, np.float32)
+    results_dtype = np.dtype(query.dtype) if dtype is None else _checks.floating_dtype("dtype", dtype)
     if isinstance(scale, Array | np.ndarray):
         # a learned scale has a gradient, which only arrays carry
         factor = _checks.scalar("softmax_scale", scale).astype(wide)
-        query, scale = (query.astype(wide) * factor).astype(query.dtype), 1.0
+        # kept wide: scaled, a half-precision query would be rounded once more, or overflow
+        query, scale = query.astype(wide) * factor, 1.0
     call = Call(
         batch=dims["B"],
         queries=dims["S"],
@@ -268,10 +271,8 @@ def _bind(
         bias_dtype=None if bias is None else np.dtype(bias.dtype),
         sinks=None if sinks is None else sinks.shape[-1],
         dropout=probability,
-        dtype=np.dtype(query.dtype) if dtype is None else _checks.floating_dtype("dtype", dtype),
-        softmax_dtype=np.dtype(wide)
-        if softmax_dtype is None
-        else _checks.floating_dtype("softmax_dtype", softmax_dtype),
+        dtype=results_dtype,
+        softmax_dtype=wide if softmax_dtype is None else _checks.floating_dtype("softmax_dtype", softmax_dtype),
     )
     return call, (query, key, value, mask, bias, sinks, dropout_key)
 

@@ -241,6 +241,12 @@ def test_memory_is_linear(options):
     assert long < 4.5 * short, f"{short} bytes grew to {long} with four times the tokens"
 
 
+def test_memory_does_not_grow_with_tokens_times_sequences():
+    few, many = (temporaries(16384, cu_seqlens=np.arange(0, 16385, 16384 // n)) for n in (4, 4096))
+    # blocks of 32 queries hold 4 each
+    assert many < 16 * few, f"{few} bytes grew to {many} with a thousand times the sequences"
+
+
 def test_contract_paths_take_the_contract_arguments():
     mine = list(inspect.signature(_interface.flash_attention).parameters.values())
     contract = list(inspect.signature(attention).parameters.values())[:-1]

@@ -237,7 +237,10 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
                 found = core.backward(inner, inputs, output, top, total, d_output, jnp.zeros_like(total))
-                return d_query + found.query, (found.key.astype(call.wide), found.value.astype(call.wide))
+                return d_query + found.query.astype(call.wide), (
+                    found.key.astype(call.wide),
+                    found.value.astype(call.wide),
+                )
 
             zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)
             d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, places))
@@ -326,18 +329,18 @@ def _sinks_by_head(call: Call, sinks: Array) -> Array:
 
 
 def _of_sinks(call: Call, sinks: Array) -> tuple[Array, Array]:
-    """Their top and total `[H]`, both 0 if they count for nothing."""
-    by_head = _sinks_by_head(call, sinks)
+    """Their top and total `[1, 1, H]`, both 0 if they count for nothing."""
+    by_head = _sinks_by_head(call, sinks)[None, None]
     top = by_head.max(-1)
     top = jnp.where(top == -jnp.inf, 0, top)
-    return top, jnp.exp(by_head - top[:, None]).sum(-1)
+    return top, jnp.exp(by_head - top[..., None]).sum(-1)
 
 
 def _sinks_gradient(
     call: Call, sinks: Array, output: Array, top: Array, total: Array, d_output: Array, alive: Array
 ) -> Array:
     """From top and total with the sinks; the output of a query without keys does not depend on them."""
-    mean = jnp.where(alive, (output * d_output).sum(-1, dtype=call.wide), 0)
+    mean = jnp.where(alive, (output.astype(call.wide) * d_output.astype(call.wide)).sum(-1), 0)
     by_head, pull = jax.vjp(partial(_sinks_by_head, call), sinks)
-    weights = jnp.exp(by_head - top[..., None]) / jnp.where(alive, total, 1)[..., None]  # [B, T, H, sinks]
+    weights = jnp.exp(by_head[None, None] - top[..., None]) / jnp.where(alive, total, 1)[..., None]  # [B, T, H, sinks]
     return pull(-jnp.where(alive[..., None], weights * mean[..., None], 0).sum((0, 1)))[0]

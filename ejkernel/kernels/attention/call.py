@@ -3,10 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+
+
+def common_dtype(*dtypes: Any) -> np.dtype:
+    """The dtype that holds all of these, as JAX has it by default and whatever it was told about arrays since."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*dtypes))
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,8 @@ class Call:
     | `cu_seqlens`, `cu_seqlens_kv` | `[N + 1]` with `B = 1`, or `None` (`flash_attention` only) |
     | `query_offset` | int32 `[1]`, `[B]` or packed `[N]`, or `None` for 0 (`flash_attention` only) |
 
-    `attention` has at most one of `mask` and `bias`; in `flash_attention` both apply. `left` and `right` bound the keys that a query sees by their distance,
-    `None` being no bound; `causal` and the window both end up in them.
+    `attention` has at most one of `mask` and `bias`; in `flash_attention` both apply. `left` and `right` bound the keys
+    that a query sees by their distance, `None` being no bound; `causal` and the window both end up in them.
     """
 
     batch: int
@@ -84,4 +91,4 @@ class Call:
     @property
     def residual_dtype(self) -> np.dtype:
         """The output's dtype before the one asked for: narrower than the values, it would spoil the gradients."""
-        return np.dtype(jnp.promote_types(self.dtype, self.value_dtype))
+        return common_dtype(self.dtype, self.value_dtype)

@@ -20,9 +20,9 @@ def kept(call: Call, key: Array, query: Array, keys: Array) -> Array:
     """Bool `[B, Hkv, G, queries, keys]` for these query and key positions, True with probability `1 - dropout`."""
     heads = jnp.arange(call.batch * call.heads, dtype=jnp.uint32)
     heads = heads.reshape(call.batch, call.kv_heads, call.groups, 1, 1)
-    row = heads * np.uint32(call.queries) + query.astype(jnp.uint32)[:, None]
+    row = heads * np.uint32(call.queries) + query.astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
     words = _words(key)
-    bits, _ = _threefry(words[0], words[1], row, keys.astype(jnp.uint32))
+    bits, _ = _threefry(words[0], words[1], row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
     return bits >= np.uint32(min(round(call.dropout * 2**32), 2**32 - 1))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.call import Call, common_dtype
 
 
 class Inputs(NamedTuple):
@@ -34,6 +34,12 @@ def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
     """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
     like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
     return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
+
+
+def alike(*arrays: Array) -> tuple[Array, ...]:
+    """`arrays` in the dtype that holds them all."""
+    dtype = common_dtype(*(x.dtype for x in arrays))
+    return tuple(x.astype(dtype) for x in arrays)
 
 
 def heads_first(call: Call, x: Array) -> Array:

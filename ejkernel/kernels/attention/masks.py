@@ -17,7 +17,7 @@ def by_group(call: Call, x: Array, axis: int) -> Array:
 def allowed_pairs(call: Call, mask: Array | None) -> Array | None:
     """Which pairs may attend, broadcasting to `[B, Hkv, G, S, L]`; `None` if all may."""
     allowed = None if mask is None else by_group(call, mask, 1)
-    distance = jnp.arange(call.keys) - jnp.arange(call.queries)[:, None]
+    distance = jnp.arange(call.keys).reshape(1, 1, 1, 1, -1) - jnp.arange(call.queries).reshape(1, 1, 1, -1, 1)
     for bound, near in ((call.left, lambda left: distance >= -left), (call.right, lambda right: distance <= right)):
         if bound is not None:
             allowed = near(bound) if allowed is None else allowed & near(bound)
@@ -30,9 +30,11 @@ def live(allowed: Array) -> tuple[Array, Array]:
 
 
 def live_by_position(call: Call) -> tuple[Array, Array] | None:
-    """The same where position alone decides; `None` if all are."""
+    """The same where position alone decides, broadcasting to those shapes; `None` if all are."""
     query, key = np.arange(call.queries), np.arange(call.keys)
     left, right = (max(call.queries, call.keys) if bound is None else bound for bound in (call.left, call.right))
     alive = np.maximum(query - left, 0) <= np.minimum(query + right, call.keys - 1)
     seen = np.maximum(key - right, 0) <= np.minimum(key + left, call.queries - 1)
-    return None if alive.all() and seen.all() else (jnp.asarray(alive)[:, None], jnp.asarray(seen)[:, None])
+    if alive.all() and seen.all():
+        return None
+    return jnp.asarray(alive).reshape(1, 1, 1, -1, 1), jnp.asarray(seen).reshape(1, 1, -1, 1)

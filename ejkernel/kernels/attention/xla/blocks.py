@@ -9,7 +9,7 @@ from jax import Array, lax
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
-from ejkernel.kernels.attention.inputs import Inputs, cotangents, heads_first, heads_last
+from ejkernel.kernels.attention.inputs import Inputs, alike, cotangents, heads_first, heads_last
 from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
 
 
@@ -36,7 +36,7 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Arra
             weights, shrink = jnp.exp(scores - base), jnp.exp(top - base).astype(call.wide)
             total = total * shrink + weights.sum(-1, keepdims=True, dtype=call.wide)
             weights = _drop(p, rows, columns, weights)
-            return new_top, total, sums * shrink + _matmul(call, weights, columns.value)
+            return new_top, total, sums * shrink + _matmul(call, _narrow(weights, columns.value), columns.value)
 
         shape = (*query.shape[:-1], 1)
         carry = jnp.full(shape, -jnp.inf, call.softmax_dtype), jnp.zeros(shape, call.wide)
@@ -58,7 +58,7 @@ def backward(
     output, d_output, top, total, d_total = (heads_first(call, x) for x in (output, d_output, top, total, d_total))
     d_output = d_output if p.alive is None else jnp.where(p.alive, d_output, 0)
     # what the softmax takes off the gradient of each score, with what comes in by way of the total
-    mean = jnp.where(p.real, (d_output * output).sum(-1, dtype=call.wide), 0)
+    mean = jnp.where(p.real, (d_output.astype(call.wide) * output.astype(call.wide)).sum(-1), 0)
     mean = jnp.where(total == 0, 0, mean - d_total * total)
     share = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))  # of the largest score
     d_output = d_output.astype(call.value_dtype)
@@ -80,7 +80,8 @@ def backward(
             weights = _drop(p, rows, columns, weights)
             d_value = _add_keys(call, d_value, columns, weights, d_output)
             d_key = _add_keys(call, d_key, columns, d_scores, query)
-            return d_key, d_value, d_query + _matmul(call, d_scores, columns.key), d_bias
+            d_query = d_query + _matmul(call, _narrow(d_scores, columns.key), columns.key)
+            return d_key, d_value, d_query, d_bias
 
         mine = _varying.like((jnp.zeros(query.shape, call.wide), _no_bias(p, rows)), query)
         *carry, d_query, d_bias = over_keys(p, rows, visit, (*carry, *mine))
@@ -117,15 +118,14 @@ def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | 
         bent = jnp.tanh(scores / call.soft_cap)
         scores, slope = call.soft_cap * bent, 1 - bent**2
     if columns.bias is not None:
-        scores = scores + columns.bias
+        scores = scores + columns.bias.astype(scores.dtype)
     # mask before exp: a masked inf would make the gradient NaN
     return jnp.where(columns.allowed, scores.astype(call.softmax_dtype), -jnp.inf), slope
 
 
 def _matmul(call: Call, rows: Array, columns: Array) -> Array:
     """`[B, Hkv, G, Bq, X]` times `[B, Hkv, X, Y]`, a group's rows in one matmul."""
-    rows = _narrow(rows, columns)
-    product = jnp.matmul(_flat(rows), columns, preferred_element_type=call.wide, precision=call.precision)
+    product = jnp.matmul(*alike(_flat(rows), columns), preferred_element_type=call.wide, precision=call.precision)
     return product.reshape(*rows.shape[:-1], columns.shape[-1])
 
 
@@ -161,10 +161,8 @@ def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, A
 
 def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: Array) -> Array:
     """`sums`, `[B, Hkv, L, ·]`, with this block's keys' share of `weights`ᵀ `rows` added."""
-    weights = _flat(_narrow(weights, rows))
-    share = jnp.einsum(
-        "bnqk,bnqd->bnkd", weights, _flat(rows), preferred_element_type=call.wide, precision=call.precision
-    )
+    pair = alike(_flat(_narrow(weights, rows)), _flat(rows))
+    share = jnp.einsum("bnqk,bnqd->bnkd", *pair, preferred_element_type=call.wide, precision=call.precision)
     at, size = columns.at, share.shape[2]
     # a block may hold keys of the next sequence, which a NaN of this one must not reach
     share = jnp.where(columns.new, share, 0) + lax.dynamic_slice_in_dim(sums, at, size, 2)

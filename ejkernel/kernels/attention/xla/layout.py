@@ -18,7 +18,7 @@ def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) 
         first, last = jnp.zeros_like(token), jnp.full_like(token, call.keys)
         place = token + offset.reshape(-1, 1)
     else:
-        sequence, inside = _sequence(cu, token)
+        sequence, inside = (each[None] for each in _sequences(cu, call.queries))
         first, last = cu_kv[sequence], jnp.where(inside, cu_kv[sequence + 1], 0)
         place = token - cu[sequence] + first + jnp.broadcast_to(offset, (cu.shape[0] - 1,))[sequence]
     start = first if call.left is None else jnp.maximum(first, place - call.left)
@@ -62,16 +62,20 @@ def layout(call: Call, size: int, cu: Array | None) -> Layout:
     count = call.queries // size + cu.shape[0] - 1
     blocks = jnp.concatenate([jnp.zeros(1, cu.dtype), jnp.cumsum(-(-jnp.diff(cu) // size), dtype=cu.dtype)])
     block = jnp.arange(count, dtype=cu.dtype)
-    owner, real = _sequence(blocks, block)
-    source = (cu[owner] + (block - blocks[owner]) * size)[:, None] + jnp.arange(size, dtype=cu.dtype)
+    owner, real = _sequences(blocks, count)
+    source = (cu[owner] + (block - blocks[owner]) * size)[:, None] + jnp.arange(size, dtype=cu.dtype)[None]
     source = jnp.where(real[:, None] & (source < cu[owner + 1][:, None]), source, call.queries)
     token = jnp.arange(call.queries, dtype=cu.dtype)
-    owner, real = _sequence(cu, token)
+    owner, real = _sequences(cu, call.queries)
     return Layout(size, count, source, jnp.where(real, blocks[owner] * size + token - cu[owner], count * size))
 
 
-def _sequence(borders: Array, position: Array) -> tuple[Array, Array]:
-    """Which of the sequences between `borders` holds `position`, and whether one does rather than none."""
-    found = jnp.searchsorted(borders[1:], position, side="right", method="compare_all").astype(borders.dtype)
+def _sequences(borders: Array, count: int) -> tuple[Array, Array]:
+    """Which of the sequences between `borders` holds each of `count` positions, and whether one does rather than none.
+
+    By counting the ends up to there: a table of positions and sequences would grow with both.
+    """
+    ends = jnp.zeros(count, borders.dtype).at[borders[1:]].add(1, mode="drop")
+    found = jnp.cumsum(ends, dtype=borders.dtype)
     last = borders.shape[0] - 2
     return jnp.minimum(found, last), found <= last

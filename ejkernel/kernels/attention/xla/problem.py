@@ -54,7 +54,7 @@ class Columns(NamedTuple):
 
     at: Array  # where it begins
     position: Array  # [Bk]
-    new: Array  # [Bk, 1]: keys in sight of some query of the block, and not visited before
+    new: Array  # [1, 1, Bk, 1]: keys in sight of some query of the block, and not visited before
     key: Array  # [B, Hkv, Bk, D], 0 where not new
     value: Array  # [B, Hkv, Bk, Dv], 0 where not new
     allowed: Array  # broadcasts to [B, Hkv, G, Bq, Bk]
@@ -74,7 +74,7 @@ def problem(call: Call, inputs: Inputs) -> Problem:
     blocks = layout(call, query_size, inputs.cu_seqlens)
     offset = jnp.zeros(1, jnp.int32) if inputs.query_offset is None else inputs.query_offset
     start, stop = seen_keys(call, inputs.cu_seqlens, inputs.cu_seqlens_kv, offset)
-    token = jnp.arange(call.queries)
+    token = jnp.arange(call.queries, dtype=jnp.int32)
     return Problem(
         call,
         query,
@@ -118,10 +118,11 @@ def over_keys(
     def step(i: Array, carry: Carry) -> Carry:
         begin = first + i * size
         at = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
-        position = at + jnp.arange(size)
-        new = ((position >= begin) & (position < last))[:, None]
+        position = at + jnp.arange(size, dtype=at.dtype)
+        new = ((position >= begin) & (position < last))[None, None, :, None]
         key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in (p.key, p.value))
-        in_sight = (position >= rows.start[..., None]) & (position < rows.stop[..., None]) & new[:, 0]
+        here = position[None, None]
+        in_sight = (here >= rows.start[..., None]) & (here < rows.stop[..., None]) & new[:, :, :, 0]
         allowed = in_sight[:, None, None]
         if mask is not None:
             allowed &= _column_block(mask, at, size)

@@ -8,6 +8,7 @@ from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
+from ejkernel.kernels.attention.inputs import alike
 from ejkernel.kernels.attention.masks import allowed_pairs, by_group, live, live_by_position
 
 
@@ -42,7 +43,8 @@ def run(
     rows = weights.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.keys)
     # half-precision values keep their half-precision matmul, summed in float32
     rows = rows.astype(value.dtype) if value.dtype.itemsize == 2 else rows
-    output = jnp.einsum("bnsl,bnld->bnsd", rows, value, preferred_element_type=call.wide, precision=call.precision)
+    pair = alike(rows, value)
+    output = jnp.einsum("bnsl,bnld->bnsd", *pair, preferred_element_type=call.wide, precision=call.precision)
     output = output.reshape(*weights.shape[:-1], call.value_dim)
     if positions is not None:
         output = jnp.where(alive, output, 0)
@@ -55,18 +57,19 @@ def _weights(
     call: Call, query: Array, key: Array, allowed: Array | None, bias: Array | None, sinks: Array | None
 ) -> Array:
     rows = query.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.key_dim)
-    scores = jnp.einsum("bnsd,bnld->bnsl", rows, key, preferred_element_type=call.wide, precision=call.precision)
+    pair = alike(rows, key)
+    scores = jnp.einsum("bnsd,bnld->bnsl", *pair, preferred_element_type=call.wide, precision=call.precision)
     scores = scores.reshape(*query.shape[:-1], call.keys) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     if bias is not None:
-        scores = scores + by_group(call, bias, 1)
+        scores = scores + by_group(call, bias, 1).astype(scores.dtype)
     scores = scores.astype(call.softmax_dtype)
     if allowed is not None:
         # mask before exp: a masked inf would make the gradient NaN
         scores = jnp.where(allowed, scores, -jnp.inf)
     sinks = jnp.zeros((1, 0)) if sinks is None else sinks
-    extra = by_group(call, sinks, 0)[:, :, None].astype(call.softmax_dtype)  # [Hkv, G, 1, sinks]
+    extra = by_group(call, sinks, 0)[None, :, :, None].astype(call.softmax_dtype)  # [1, Hkv, G, 1, sinks]
     return _softmax(scores, extra)[0]
 
 

@@ -1,0 +1,97 @@
+"""JAX's strict settings, which many codebases run their tests under, break no op: values and gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+
+import ejkernel
+from ejkernel import parallel
+
+CONFIGS = {
+    "rank promotion": partial(jax.numpy_rank_promotion, "raise"),
+    "dtype promotion": partial(jax.numpy_dtype_promotion, "strict"),
+    "debug infs": partial(jax.debug_infs, True),
+    "debug nans": partial(jax.debug_nans, True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call: `op` takes arrays of these shapes by name, and returns one or several."""
+
+    name: str
+    op: Callable[..., Any]
+    shapes: dict[str, tuple[int, ...]]
+    dtype: Any = np.float32
+
+    def __str__(self):
+        return self.name
+
+    def arrays(self):
+        random = np.random.default_rng(0)
+        return {name: jnp.asarray(random.normal(size=shape), self.dtype) for name, shape in self.shapes.items()}
+
+
+def heads(tokens=(2, 20), heads=4, kv_heads=2):
+    """Shapes of query, key and value."""
+    shapes = {"query": (*tokens, heads, 8), "key": (*tokens, kv_heads, 8)}
+    return shapes | {"value": shapes["key"]}
+
+
+MESH = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+MASK = np.random.default_rng(1).random((2, 1, 20, 20)) < 0.6
+EVERYTHING = {"causal": True, "sliding_window": (9, 3), "logits_soft_cap": 3.0, "softmax_scale": 0.4}
+DROPOUT = {"deterministic": False, "dropout_prob": 0.2, "dropout_rng": jax.random.PRNGKey(0)}
+SINKS, BIAS = {"softmax_aux": (2, 1)}, {"bias": (2, 4, 20, 20)}
+PADDED = {"cu_seqlens": np.array([0, 3, 3, 11, 15], np.int32)}
+RING = {"axis_name": "time", "mesh": MESH, "causal": True}
+
+ROWS = [
+    row
+    for dtype in (np.float32, jnp.bfloat16)
+    for row in (
+        Row("attention", partial(ejkernel.attention, dtype=None), heads(), dtype),
+        Row("attention, mask", partial(ejkernel.attention, attention_mask=MASK, **DROPOUT), heads(), dtype),
+        Row("attention, everything", partial(ejkernel.attention, **EVERYTHING), heads() | SINKS | BIAS, dtype),
+        Row("flash_attention", ejkernel.flash_attention, heads(), dtype),
+        Row("flash_attention, mask", partial(ejkernel.flash_attention, attention_mask=MASK, **DROPOUT), heads(), dtype),
+        Row(
+            "flash_attention, everything",
+            partial(ejkernel.flash_attention, **EVERYTHING, query_offset=np.array([2, 0]), block_sizes=(7, 4)),
+            heads() | SINKS | BIAS,
+            dtype,
+        ),
+        Row("flash_attention, packed", partial(ejkernel.flash_attention, causal=True, **PADDED), heads((20,)), dtype),
+        Row(
+            "flash_attention, packed with sinks",
+            partial(ejkernel.flash_attention, **PADDED, query_offset=1, sliding_window=2),
+            heads((20,)) | SINKS,
+            dtype,
+        ),
+        Row("flash_attention, scale", ejkernel.flash_attention, heads() | {"softmax_scale": ()}, dtype),
+        Row("parallel.flash_attention", partial(parallel.flash_attention, **RING), heads() | SINKS, dtype),
+        Row("parallel, packed", partial(parallel.flash_attention, **RING, **PADDED), heads((20,)) | SINKS, dtype),
+    )
+]
+
+
+def values_and_gradients(row):
+    results, pull = jax.vjp(lambda arrays: row.op(**arrays), row.arrays())
+    return results, pull(jax.tree.map(jnp.ones_like, results))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row}-{np.dtype(row.dtype)}".replace(" ", "-"))
+def test_strict_configs(row):
+    usual = values_and_gradients(row)
+    for name, config in CONFIGS.items():
+        with config():
+            strict = values_and_gradients(row)
+        for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(usual), strict=True):
+            assert_close(one, other, 0, name)
