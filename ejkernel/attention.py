@@ -163,7 +163,7 @@ def flash_attention(
         deterministic: As in `attention`.
         dropout_rng: As in `attention`. What is dropped depends on the key and the weight's place alone.
         softmax_aux: As in `attention`.
-        softmax_scale: As in `attention`.
+        softmax_scale: As in `attention`. An array makes the query float32, which cuDNN does not take.
         logits_soft_cap: As in `attention`.
         dtype: Of the output; `None` is the query's.
         softmax_dtype: As in `attention`.

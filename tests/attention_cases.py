@@ -85,6 +85,7 @@ CASES = [
     Case("scale", options={"softmax_scale": 0.3}),
     Case("soft cap", options={"logits_soft_cap": 0.8}, **GROUPED),
     Case("sinks", sink_shape=(3,), **GROUPED),
+    Case("no sinks", sink_shape=(2, 0)),
     Case("sinks by group", sink_shape=(2, 1), **GROUPED, options={"causal": True}),
     Case("sinks by head", sink_shape=(4, 2), **GROUPED, mask_heads=1, dead=(4,)),
     Case(
@@ -138,6 +139,14 @@ OFFSET = [
     Case("decoding", queries=1, keys=8, options={"causal": True, "query_offset": 5}),
     Case("prefill", queries=4, keys=8, **GROUPED, options={"sliding_window": (2, 1), "query_offset": 3}),
     Case("offset by row", queries=4, keys=8, options={"causal": True, "query_offset": np.array([4, -2])}),
+    Case("offset beyond int32", queries=4, keys=8, options={"causal": True, "query_offset": 2**31 - 1}),
+    Case(
+        "window with offsets beyond int32",
+        batch=4,
+        queries=4,
+        keys=8,
+        options={"sliding_window": (2, 2**30), "query_offset": np.array([2**31 - 1, 2**40, -(2**40), 1])},
+    ),
 ]
 
 # what blocks could get wrong; the rest of `CASES` only differs in what is done to a single score
@@ -160,6 +169,7 @@ BLOCKWISE = [
         "bias by group",
         "bias and mask",
         "soft cap",
+        "no sinks",
         "sinks by head",
         "everything",
     }

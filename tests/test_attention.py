@@ -12,7 +12,7 @@ from attention_cases import CASES, EMPTY, check, check_second_gradients
 from conftest import assert_close
 from jax.sharding import PartitionSpec
 
-from ejkernel.attention import attention
+from ejkernel.attention import attention, flash_attention
 from ejkernel.kernels._xla.attention import _interface
 from ejkernel.kernels._xla.attention import attention as pinned
 
@@ -68,6 +68,16 @@ def test_gradient_of_gradient(x64):
 def test_learned_scale(x64):
     arrays = {**CASES[0].arrays(), "softmax_scale": np.array(0.4)}
     check(functools.partial(attention, dtype=None), oracle.attention, arrays, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("op", [lambda *a, **o: attention(*a, dtype=None, **o)[0], flash_attention])
+def test_a_learned_scale_is_as_exact_as_a_number(op):
+    """Queries, scaled, would overflow float16."""
+    query, key = ((100 * x).astype(np.float16) for x in np.random.default_rng(0).normal(size=(2, 1, 9, 2, 8)))
+    value = np.random.default_rng(1).normal(size=key.shape).astype(np.float16)
+    found = op(query, key, value, softmax_scale=jnp.float32(600))
+    assert found.dtype == np.float16
+    assert_close(found, oracle.attention(query, key, value, softmax_scale=600.0)[0], TOLERANCE["float16"])
 
 
 def test_dead_rows_have_zero_gradients():

@@ -22,15 +22,23 @@ def attention_inputs(dims: Dims, query: Any, key: Any, value: Any) -> tuple[jax.
 
 
 def query_offset(offset: Any, rows: int) -> jax.Array | None:
-    """`offset` as int32 `[1]` or `[rows]`, `None` if it is 0."""
+    """`offset` as int32 `[1]` or `[rows]`, `None` if it is 0; beyond int32 as far as that goes."""
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        return None if offset == 0 else jnp.full(1, offset, jnp.int32)
+        return None if offset == 0 else jnp.full(1, min(max(offset, -(2**31)), 2**31 - 1), jnp.int32)
+    if isinstance(offset, np.ndarray) and offset.dtype.kind in "iu":
+        offset = _within_int32(offset, np)  # as long as it has all its bits
     offset = array("query_offset", offset)
     if not jnp.issubdtype(offset.dtype, jnp.integer):
         raise TypeError(f"query_offset: got dtype {offset.dtype}; expected an integer dtype")
+    offset = _within_int32(offset, jnp)
     if offset.shape not in ((), (1,), (rows,)):
         fail("query_offset", f"shape {offset.shape}", f"one int, or [{rows}]: one for each row or packed sequence")
     return offset.reshape(-1).astype(jnp.int32)
+
+
+def _within_int32(x: Any, numpy: Any) -> Any:
+    limits = np.iinfo(x.dtype)
+    return numpy.clip(x, max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1))
 
 
 def attention_mask(dims: Dims, mask: Any) -> jax.Array:
@@ -53,11 +61,13 @@ def attention_bias(dims: Dims, bias: Any, argument: str = "bias") -> jax.Array:
     return bias
 
 
-def sinks(dims: Dims, logits: Any) -> jax.Array:
-    """`logits` as `[1 or Hkv or H, sinks]`."""
+def sinks(dims: Dims, logits: Any) -> jax.Array | None:
+    """`logits` as `[1 or Hkv or H, sinks]`, `None` if there are none."""
     logits = floating("softmax_aux", logits)
     dims.match("softmax_aux", logits, "sinks", "1|H|Hkv sinks")
-    return logits.reshape(-1, logits.shape[-1])
+    if logits.shape[-1] == 0:
+        return None
+    return logits if logits.ndim == 2 else logits[None]
 
 
 def block_sizes(sizes: Any) -> tuple[int, int]:
@@ -80,7 +90,7 @@ def sliding_window(window: Any) -> tuple[int, int] | None:
             raise TypeError(f"sliding_window: got {what}; expected an int or a pair of them, known when tracing")
         if bound < 0:
             fail("sliding_window", bound, "bounds of at least 0")
-    # no position differs by as much, and sums with one stay within int32
+    # no keys are as many, and sums with one stay within int32
     return min(int(bounds[0]), 2**30), min(int(bounds[1]), 2**30)
 
 

@@ -112,7 +112,8 @@ def _direct(call: Call, inputs: Inputs) -> Array:
     """cuDNN's output, put right where cuDNN averages over keys that no query may attend to."""
     query, key, value, mask, bias = inputs[:5]
     if mask is not None and bias is not None:
-        mask, bias = None, jnp.where(mask, bias, -jnp.inf)
+        bias = jnp.where(mask, bias, -jnp.inf)
+        mask = None
     pairs = mask if bias is None else bias > -jnp.inf
     alive = None
     if pairs is not None:

@@ -8,6 +8,9 @@ from jax import Array
 from ejkernel.kernels.attention.call import Call
 
 
+_FAR = 2**30
+
+
 def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) -> tuple[Array, Array]:
     """First and one past the last key that position allows each query, `[1 or B, S]`; equal where there is none.
 
@@ -16,13 +19,20 @@ def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) 
     token = jnp.arange(call.queries, dtype=jnp.int32)[None]
     if cu is None or cu_kv is None:
         first, last = jnp.zeros_like(token), jnp.full_like(token, call.keys)
-        place = token + offset.reshape(-1, 1)
+        shift = offset.reshape(-1, 1)
     else:
         sequence, inside = (each[None] for each in _sequences(cu, call.queries))
         first, last = cu_kv[sequence], jnp.where(inside, cu_kv[sequence + 1], 0)
-        place = token - cu[sequence] + first + jnp.broadcast_to(offset, (cu.shape[0] - 1,))[sequence]
-    start = first if call.left is None else jnp.maximum(first, place - call.left)
-    stop = last if call.right is None else jnp.minimum(last, place + call.right + 1)
+        token = token - cu[sequence] + first
+        shift = jnp.broadcast_to(offset, (cu.shape[0] - 1,))[sequence]
+    # offsets of any size: what is more than 2**30 away is out of sight of every query, and sums stay within int32
+    start, stop = first, last
+    if call.left is not None:
+        lowest = jnp.minimum(jnp.maximum(shift, call.left - _FAR) - call.left, _FAR)
+        start = jnp.maximum(first, token + lowest)
+    if call.right is not None:
+        highest = jnp.maximum(jnp.minimum(shift, _FAR - 1 - call.right) + call.right, -_FAR)
+        stop = jnp.minimum(last, token + highest + 1)
     start, stop = jnp.broadcast_arrays(start, stop)
     return jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0)
 
