@@ -8,6 +8,8 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
+from ejkernel import __version__
+
 EXAMPLES = """examples:
   ejkernel info              what is installed, and what will run where
   ejkernel bench --quick     time the ops against their peers, for a minute or two
@@ -15,6 +17,7 @@ EXAMPLES = """examples:
   ejkernel demo              train a small language model and write demo/report.html
   ejkernel demo --resume     go on after Ctrl-C
 """
+NOT_INSTALLED = "not installed"
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "rich", "triton", "jax-triton")
 
 
@@ -42,7 +45,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"ejkernel {_version('ejkernel')}")
+    parser.add_argument("--version", action="version", version=f"ejkernel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="versions, devices, and which implementation serves each op")
     info.set_defaults(run=_info)
@@ -67,7 +70,10 @@ def _demo(rest: list[str]) -> int:
     try:
         from ejkernel.demo.__main__ import main as run
     except ImportError as error:
-        print(f"the demo needs Flax and Optax: pip install 'ejkernel[layers,cli]' ({error})", file=sys.stderr)
+        print(
+            f"the demo needs Flax and Optax, the extra layers: pip install '.[layers,cli]' in a checkout ({error})",
+            file=sys.stderr,
+        )
         return 1
     return run(rest, prog="ejkernel demo")
 
@@ -80,8 +86,9 @@ def _info(rest: list[str]) -> int:
 def _report() -> Iterator[str]:
     import jax
 
-    yield f"ejkernel {_version('ejkernel')}, Python {platform.python_version()} on {platform.system()}"
+    yield f"ejkernel {__version__}, Python {platform.python_version()} on {platform.system()}"
     yield from (f"  {name:<12} {_version(name)}" for name in PACKAGES)
+    yield from _other_project()
     yield "devices"
     try:
         yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
@@ -106,11 +113,18 @@ def _served() -> Iterator[str]:
         yield from (f"    {line}" for line in explanation.splitlines())
 
 
+def _other_project() -> Iterator[str]:
+    """What to do about the project of that name on the public index, if it is installed; ours is `ejkernel-jax`."""
+    if (found := _version("ejkernel")) != NOT_INSTALLED:
+        yield f"  another project, ejkernel {found}, is installed too; both write the folder ejkernel/, the later"
+        yield "  over the earlier. For this one alone: pip uninstall ejkernel ejkernel-jax, then install this one again"
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 if __name__ == "__main__":

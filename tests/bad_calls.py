@@ -481,7 +481,7 @@ OPS = {
 
 
 def layer_ops() -> dict[str, Op]:
-    """The layers, made and called; `pip install ejkernel[layers]`."""
+    """The layers, made and called, which the extra `layers` brings."""
     from flax import nnx
 
     from ejkernel import layers

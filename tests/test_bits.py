@@ -198,7 +198,7 @@ def test_cumulative_sums(chunk_size, packed):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+    pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
     if _launch.capability() is not None:
         pytest.skip("the kernels run on the GPU itself (-m gpu)")
     from triton_interpreter import interpreted

@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 
+import ejkernel
 from ejkernel import cli
 
 
@@ -27,6 +28,24 @@ def test_info_where_jax_finds_no_device(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert printed.endswith("devices\n  none that JAX can use: no platform that is present\n")
     assert "  a-package-of-no-name not installed\n" in printed
+
+
+def test_info_notices_the_other_project_of_that_name(capsys, monkeypatch, tmp_path):
+    folder = tmp_path / "ejkernel-0.0.80.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ejkernel\nVersion: 0.0.80\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"ejkernel {ejkernel.__version__}, Python ")
+    assert "  another project, ejkernel 0.0.80, is installed too; both write the folder ejkernel/" in printed
+    assert "pip uninstall ejkernel ejkernel-jax" in printed
+
+
+def test_info_where_it_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_version", lambda name: cli.NOT_INSTALLED)
+    assert cli.main(["info"]) == 0
+    assert "another project" not in capsys.readouterr().out
 
 
 def test_help_shows_examples(capsys):
@@ -51,7 +70,7 @@ def test_demo_without_flax_says_what_to_install(capsys, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
     assert cli.main(["demo"]) == 1
-    assert "pip install 'ejkernel[layers,cli]'" in capsys.readouterr().err
+    assert "the extra layers: pip install '.[layers,cli]' in a checkout" in capsys.readouterr().err
 
 
 def test_the_command_imports_flax_for_the_demo_only():

@@ -101,7 +101,9 @@ def test_without_the_packages(missing, monkeypatch):
         _launch.launch("kernel", X, outputs=OUTPUTS, programs=1, num_warps=1, num_stages=1)
     monkeypatch.setattr(_launch, "capability", lambda: 90)
     found = _launch.unavailable()
-    assert found.startswith("needs Triton and jax-triton: pip install ejkernel[cuda] (ModuleNotFoundError: ")
+    assert found.startswith(
+        "needs Triton and jax-triton, the extra cuda, as by pip install '.[cuda]' in a checkout (ModuleNotFoundError: "
+    )
     assert missing in found
 
 

@@ -25,7 +25,7 @@ FEW = [
 
 @pytest.mark.parametrize("capability, dtype, dim, decay", EVERY if THOROUGH else FEW)
 def test_kernels_fit(capability, dtype, dim, decay, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+    pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
     script = [sys.executable, TESTS / "triton_compile.py", capability, dtype, dim, decay]
     # what another run compiled would prove nothing, and tests that interpret leave Triton's variable behind
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

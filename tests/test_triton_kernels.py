@@ -16,7 +16,7 @@ from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 
-pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:
     pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 

@@ -11,7 +11,7 @@ import jax
 
 from ejkernel.kernels import _varying
 
-INSTALL = "pip install ejkernel[cuda]"
+INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     if capability() is None:
         return "no NVIDIA GPU here to compile for"
     module = _jax_triton()
-    return f"needs Triton and jax-triton: {INSTALL} ({module})" if isinstance(module, str) else None
+    return f"needs Triton and jax-triton, {INSTALL} ({module})" if isinstance(module, str) else None
 
 
 @functools.cache

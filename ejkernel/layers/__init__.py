@@ -1,4 +1,4 @@
-"""Flax NNX layers that show how the ops are used; needs `pip install ejkernel[layers]`.
+"""Flax NNX layers that show how the ops are used; needs Flax, which the extra `layers` brings.
 
 All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B, T, width]`, or `[T, width]` for a
 packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
