@@ -1,0 +1,169 @@
+"""Fills in tables of times from the rows that were measured, `benchmarks/results`.
+
+A page asks for one by `<!-- measured: TABLE -->`. `times` is how many times as long as
+ours another library takes.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+MARKER = re.compile(r"^<!-- measured: (\w+) -->$", re.MULTILINE)
+
+# what the rows of benchmarks/gpu_linear_recurrence.py are, B8 T4096 H16 K128 V128 in
+# bfloat16 where nothing else is said
+CALLS = {
+    "gla": "`recurrent_gla`, mild gates",
+    "gla-unscaled": "`recurrent_gla`, ordinary gates",
+    "gla-strong": "`recurrent_gla`, strong gates everywhere",
+    "simple_gla": "`simple_gla`",
+    "g_gamma": "`retention`, `lightning_attn`",
+    "g_gamma-learned": "`recurrent`, learned `g_gamma`",
+    "none": "`linear_attention`",
+    "decode": "`recurrent_gla`, one token, `B256`",
+    "gla-long": "`recurrent_gla`, `B1 T65536`",
+    "gla-narrow": "`recurrent_gla`, `B2 T8192 H4`",
+    "gla-T32768": "`recurrent_gla`, `B1 T32768`",
+    "gla-T32768-packed": "the same, 32 uneven sequences packed",
+    "gla-K64-V64": "`recurrent_gla`, `B32 T2048 H8 K64 V64`",
+    "gla-K64-V128": "`recurrent_gla`, `K64`",
+    "gla-K256-V256": "`recurrent_gla`, `H8 K256 V256`",
+    "gla-float32": "`recurrent_gla`, float32",
+    "simple_gla-float32": "`simple_gla`, float32",
+    "gla-float16": "`recurrent_gla`, float16",
+    "simple_gla-float16": "`simple_gla`, float16",
+}
+PEERS = {
+    "scan": "`lax.scan`",
+    "jax.nn": "`jax.nn`, XLA",
+    "cudnn": "`jax.nn`, cuDNN",
+    "fla": "fla",
+}
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def _table(*rows: Iterable[str]) -> str:
+    lines = [list(row) for row in rows]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _recurrence() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Each call and its rows, by direction."""
+    found = {row["name"]: row for row in _read("linear_recurrence_h200")["rows"]}
+    for name, call in CALLS.items():
+        both = {"forward": name, "forward + backward": f"{name}-backward"}
+        yield call, {each: found[row] for each, row in both.items() if row in found}
+
+
+def _fla() -> Iterator[list[str]]:
+    yield ["times", "call", "direction", "ours, ms", "fla, ms"]
+    for call, rows in _recurrence():
+        for direction, row in rows.items():
+            if theirs := row["fla_ms"]:
+                times = _times(theirs / row["ms"])
+                yield [times, call, direction, f"{row['ms']:.3f}", f"{theirs:.2f}"]
+
+
+def _triton() -> Iterator[list[str]]:
+    yield ["call", "ms", "floor, ms", "error", "beside, MiB", "compile, s"]
+    numbers = {
+        "ms": "{:.3f}",
+        "floor_ms": "{:.3f}",
+        "largest_error": "{:.1e}",
+        "beside_inputs_and_outputs_mib": "{:.0f}",
+        "compile_s": "{:.1f}",
+    }
+    for call, rows in _recurrence():
+        yield [call, *(_both(rows, name, form) for name, form in numbers.items())]
+
+
+def _both(rows: dict[str, dict[str, Any]], name: str, form: str) -> str:
+    """A number forward / forward + backward, - where it was not measured."""
+    directions = ("forward", "forward + backward")
+    found = [
+        form.format(rows[each][name]) if each in rows else "-" for each in directions
+    ]
+    # one that a table does not break at its minus sign
+    return " / ".join(found[: 1 + ("forward + backward" in rows)]).replace(
+        "e-", "e\u2011"
+    )
+
+
+def _cudnn() -> Iterator[list[str]]:
+    yield ["times", "query / key heads", "direction", "ours, ms", "cuDNN, ms"]
+    groups: dict[str, dict[str, Any]] = {}
+    for row in _read("attention_h200")["rows"]:
+        groups.setdefault(row["group"], {})[row["name"]] = row
+    for group, rows in groups.items():
+        _, _, heads, direction, calls = group.split(", ")
+        ours, theirs = rows["flash_attention"], rows["cuDNN"]
+        count = int(calls.split()[0])
+        milliseconds = [f"{row['median_ms'] / count:.3f}" for row in (ours, theirs)]
+        direction = direction.replace("+", " + ")
+        yield [
+            _times(1 / ours["ratio"]),
+            heads.replace(" heads", ""),
+            direction,
+            *milliseconds,
+        ]
+
+
+def _pytorch() -> Iterator[list[str]]:
+    yield ["times", "beside", "call", "shape", "ours on", "ours, ms", "theirs, ms"]
+    for row in _read("softmax_peers_h200")["rows"]:
+        pairs = zip(row["peer_ms"], row["ours_ms"], strict=True)
+        times = " / ".join(_times(theirs / ours) for theirs, ours in pairs)
+        milliseconds = (
+            " / ".join(f"{each:.2f}" for each in row[who])
+            for who in ("ours_ms", "peer_ms")
+        )
+        who = row["peer"], row["call"], f"`{row['shape']}`", f"`{row['runs_on']}`"
+        yield [times, *who, *milliseconds]
+
+
+def _bench(name: str) -> Iterator[list[str]]:
+    """Every op and peer, at the most tokens that both ran."""
+    directions = ("forward", "forward+backward")
+    heads = (f"{each.replace('+', ' + ')}, times (tokens)" for each in directions)
+    yield ["op", "beside", *heads]
+    longest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in _read(name)["rows"]:
+        if row["who"] != "ejkernel" and row.get("ratio"):
+            known = longest.setdefault((row["op"], row["who"]), {})
+            if known.get(row["direction"], row)["tokens"] <= row["tokens"]:
+                known[row["direction"]] = row
+    for (op, peer), rows in longest.items():
+        cells = (
+            f"{_times(rows[each]['ratio'])} ({rows[each]['tokens']:,})"
+            if each in rows
+            else "-"
+            for each in directions
+        )
+        yield [f"`{op}`", PEERS[peer], *cells]
+
+
+TABLES = {
+    "triton": _triton,
+    "fla": _fla,
+    "cudnn": _cudnn,
+    "pytorch": _pytorch,
+    "bench_h200": lambda: _bench("bench_h200"),
+    "bench_h200_fla": lambda: _bench("bench_h200_fla"),
+    "bench_cpu": lambda: _bench("bench_cpu"),
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What MkDocs makes a page of, given the text that the page's file holds."""
+    return MARKER.sub(lambda found: _table(*TABLES[found[1]]()), markdown)
