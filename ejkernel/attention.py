@@ -67,7 +67,8 @@ def attention(
         init_bias: Called for a bias if neither `attention_mask` nor `bias` is given.
         deterministic: Leaves dropout out.
         dropout_rng: The key that dropout draws with, from `jax.random.key` or `jax.random.PRNGKey`.
-        softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator.
+        softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator. `[H]` is `H`
+            sinks that all heads share; one sink a head, which models store so, is `sinks[:, None]`.
         softmax_scale: `None` is `D**-0.5`. An array (a learned scale, say) has a gradient.
         logits_soft_cap: Above 0, or `None` for no cap.
         dtype: Of both results; `None` is the query's.

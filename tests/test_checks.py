@@ -255,7 +255,8 @@ REFUSED = [
     (
         lambda: _checks.sinks(dims(), np.ones((1, 1, 1))),
         ValueError,
-        "softmax_aux: got shape (1, 1, 1); expected [sinks] or [1|H|Hkv, sinks] with H=4, Hkv=2",
+        "softmax_aux: got shape (1, 1, 1); expected [sinks] or [1|H|Hkv, sinks] with H=4, Hkv=2"
+        "; one sink a head is sinks[:, None]",
     ),
     (lambda: _checks.dropout(True, "0.5", None), TypeError, "dropout_prob: got str; expected a number"),
     (
@@ -300,7 +301,7 @@ REFUSED = [
     (
         lambda: _checks.sinks(dims(), np.ones((3, 2))),
         ValueError,
-        "softmax_aux: got shape (3, 2); expected [1|H|Hkv, sinks] with H=4, Hkv=2",
+        "softmax_aux: got shape (3, 2); expected [1|H|Hkv, sinks] with H=4, Hkv=2; one sink a head is sinks[:, None]",
     ),
     *(
         (lambda x=x: _checks.block_sizes(x), ValueError, f"block_sizes: got {x!r}; expected (queries, keys)")

@@ -64,7 +64,8 @@ def attention_bias(dims: Dims, bias: Any, argument: str = "bias") -> jax.Array:
 def sinks(dims: Dims, logits: Any) -> jax.Array | None:
     """`logits` as `[1 or Hkv or H, sinks]`, `None` if there are none."""
     logits = floating("softmax_aux", logits)
-    dims.match("softmax_aux", logits, "sinks", "1|H|Hkv sinks")
+    # models store `[H]`, which here would be `H` sinks that all heads share
+    dims.match("softmax_aux", logits, "sinks", "1|H|Hkv sinks", hint="; one sink a head is sinks[:, None]")
     if logits.shape[-1] == 0:
         return None
     return logits if logits.ndim == 2 else logits[None]

@@ -47,12 +47,12 @@ class Dims:
     def __getitem__(self, letter: str) -> int:
         return self.sizes[letter]
 
-    def match(self, argument: str, x: Any, *patterns: str) -> None:
-        """Checks `x` against the first pattern of its rank, binding letters not seen before."""
+    def match(self, argument: str, x: Any, *patterns: str, hint: str = "") -> None:
+        """Checks `x` against the first pattern of its rank, binding letters not seen before; errors end in `hint`."""
         shape = tuple(x.shape)
         of_rank = [pattern.split() for pattern in patterns if len(pattern.split()) == len(shape)]
         if not of_rank:
-            fail(argument, f"shape {shape}", f"{self._words([each.split() for each in patterns])}")
+            fail(argument, f"shape {shape}", self._words([each.split() for each in patterns]) + hint)
         for words in of_rank:
             if all(self._fits(word, size) for word, size in zip(words, shape, strict=True)):
                 for word, size in zip(words, shape, strict=True):
@@ -60,7 +60,7 @@ class Dims:
                         self.sizes[word] = size
                         self._source[word] = argument
                 return
-        fail(argument, f"shape {shape}", self._words(of_rank))
+        fail(argument, f"shape {shape}", self._words(of_rank) + hint)
 
     def _fits(self, word: str, size: int) -> bool:
         if "|" in word:
