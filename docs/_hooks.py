@@ -1,14 +1,16 @@
-"""Fills in what pages take from the code: which implementation serves which call.
+"""Fills in what pages take from the code: who serves which call, and the examples.
 
 A page asks for the table of all ops by `<!-- platforms -->`, and for that of one op by
 `<!-- support: OP -->`. Each row of the latter is what `ejkernel.explain` says of a
-call, less what only depends on the machine that builds the pages.
+call, less what only depends on the machine that builds the pages. A script of
+`examples/` comes by `<!-- example: FILE -->`.
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,8 @@ from ejkernel.kernels.attention import cudnn
 
 MARKER = re.compile(r"^<!-- support: (\w+) -->$", re.MULTILINE)
 PLATFORMS = "<!-- platforms -->"
+EXAMPLE = re.compile(r"^<!-- example: (\w+\.py) -->$", re.MULTILINE)
+EXAMPLES = Path(__file__).parent.parent / "examples"
 B, T, H, D = 1, 1024, 8, 128
 
 Row = tuple[str, list[Any], dict[str, Any]]
@@ -143,8 +147,14 @@ def support_table(op: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
+def example(name: str) -> str:
+    """A whole script, as a block of Markdown under its name."""
+    return f'```python title="examples/{name}"\n{(EXAMPLES / name).read_text()}```'
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """What MkDocs makes a page of, given the text that the page's file holds."""
     markdown = markdown.replace(PLATFORMS, platform_table())
     markdown = with_pictures(markdown, "../" * page.file.src_uri.count("/"))
+    markdown = EXAMPLE.sub(lambda found: example(found[1]), markdown)
     return MARKER.sub(lambda found: support_table(found[1]), markdown)

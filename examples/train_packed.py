@@ -2,8 +2,9 @@
 
 A sequence is a random word, repeated: its first time cannot be foreseen, everything after it can, by a model that
 remembers this sequence and no other. Many sequences of different lengths lie in one stream of fixed length; what is
-left of it is padding. The loss on repeated symbols falls far below that of guessing, while on new ones it stays there:
-nothing is known of them, and nothing leaks from the sequences before. New packings do not compile anew.
+left of it is padding. The loss on repeated symbols falls far below that of guessing. On new ones it never does:
+nothing is known of them, and nothing leaks from the sequences before. It even lies above, for a model that has come to
+expect repetition is surprised by something new. New packings do not compile anew.
 
     python examples/train_packed.py
 """

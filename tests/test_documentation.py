@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import subprocess
@@ -49,11 +50,12 @@ def test_pages(block, capsys):
 
 
 class Page(HTMLParser):
-    """What a built page loads, and the rows of its tables."""
+    """What a built page loads, the rows of its tables, its paragraphs and blocks of code, and what it typesets."""
 
     def __init__(self, path):
         super().__init__()
-        self.loaded, self.rows, self.in_cell = [], [], False
+        self.loaded, self.rows, self.paragraphs, self.code, self.formulas = [], [], [], [], 0
+        self.open = []
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
@@ -62,30 +64,39 @@ class Page(HTMLParser):
             self.loaded += [found[name] for name in ("src", "href") if found.get(name)]
         elif tag == "tr":
             self.rows.append([])
-        elif tag == "td":
-            self.in_cell = True
-            self.rows[-1].append("")
+        elif tag == "math":
+            self.formulas += 1
+        elif tag in (texts := {"td": self.rows[-1] if self.rows else [], "p": self.paragraphs, "pre": self.code}):
+            texts[tag].append("")
+            self.open.append((tag, texts[tag]))
 
     def handle_endtag(self, tag):
-        self.in_cell = self.in_cell and tag != "td"
+        if self.open and self.open[-1][0] == tag:
+            self.open.pop()
 
     def handle_data(self, text):
-        if self.in_cell:
-            self.rows[-1][-1] += text
+        if self.open:
+            self.open[-1][1][-1] += text
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built pages, by path; a warning of the build is an error."""
+    """The pages as `make docs` builds them, by path; a warning of the build is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    # with what is installed here: `-o` takes the file that says so as it is
+    command = ["make", "-o", f"{sys.prefix}/.docs", "docs", f"VENV={sys.prefix}", f"SITE={folder}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     return {str(path.relative_to(folder)): path for path in folder.rglob("*")}
 
 
-def test_pages_build_and_need_no_network(site):
-    pages = {path: Page(file) for path, file in site.items() if path.endswith(".html")}
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(file) for path, file in site.items() if path.endswith(".html")}
+
+
+def test_pages_build_and_need_no_network(site, pages):
     assert "ops/recurrent.html" in pages
     for path, page in pages.items():
         remote = [each for each in page.loaded if re.match(r"(https?:)?//", each)]
@@ -94,11 +105,50 @@ def test_pages_build_and_need_no_network(site):
     assert styles and not [file for file in styles if re.search(r"(url\(|@import)\W*(https?:)?//", file.read_text())]
 
 
-def test_support_tables_come_from_the_implementations(site):
-    rows = Page(site["ops/recurrent.html"]).rows
+def test_search_works_on_files(site, pages):
+    """A page that is opened as a file may not fetch the index, nor start a worker to search it."""
+    assert site["search/search_index.js"].read_text().startswith("var __index = {")
+    assert "assets/iframe-worker.js" in pages["index.html"].loaded and "assets/iframe-worker.js" in site
+
+
+def test_formulas_are_typeset(site, pages):
+    for path in ("ops/recurrent.html", "ops/attention.html", "linear_recurrence.html", "published.html"):
+        assert pages[path].formulas, path
+    for path, page in pages.items():
+        assert "$$" not in "".join(page.paragraphs), path
+
+
+def test_lists_and_tables_are_no_paragraphs(pages):
+    """Without a blank line before it, a list ends up in the paragraph above."""
+    for path, page in pages.items():
+        lost = [text for text in page.paragraphs if re.search(r"^\s*([-*] |\d+\. |\|)", text, re.MULTILINE)]
+        assert not lost, f"{path}: {lost[0][:80]}"
+
+
+def test_examples_show_their_code(pages):
+    shown = [text.strip() for text in pages["examples.html"].code]
+    for script in (ROOT / "examples").glob("*.py"):
+        assert script.read_text().strip() in shown, script.name
+
+
+def test_comparisons_are_what_was_measured(pages):
+    (gla,) = (row for row in measured("linear_recurrence_h200") if row["name"] == "gla-backward")
+    times = f"{gla['fla_ms'] / gla['ms']:.2f}"
+    ours, theirs = f"{gla['ms']:.3f}", f"{gla['fla_ms']:.2f}"
+    assert [times, "recurrent_gla, mild gates", "forward + backward", ours, theirs] in pages["peers.html"].rows
+    for op in {row["op"] for row in measured("bench_h200")}:
+        assert [row for row in pages["peers.html"].rows if row and row[0] == op], f"{op} stands beside nothing"
+
+
+def measured(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+
+def test_support_tables_come_from_the_implementations(pages):
+    rows = pages["ops/recurrent.html"].rows
     assert ["gv", "no: decay along the value dims (gv) has no Triton kernel", "yes"] in rows
     assert ["packed: cu_seqlens", "yes", "yes"] in rows
-    rows = Page(site["ops/flash_attention.html"]).rows
+    rows = pages["ops/flash_attention.html"].rows
     assert ["causal", "yes", "yes"] in rows
     assert ["softmax_aux", "no: it has no softmax_aux", "yes"] in rows
 

@@ -24,8 +24,10 @@ def test_training_packed_learns_to_repeat_and_leaks_nothing():
     repeated, new = numbers(r"repeated ([\d.]+)", output), numbers(r"new ([\d.]+)", output)
     (guessing,) = numbers(r"costs ([\d.]+) nats", output)
     assert repeated[-1] < guessing - 0.5
-    # what cannot be foreseen costs as much as ever
+    # what cannot be foreseen never costs less than guessing, but for the spread of one batch's mean
     assert min(new) > guessing - 0.15
+    # and more where repetition is expected
+    assert new[-1] > guessing
     assert "40 different packings, 1 compilation" in output
 
 
