@@ -7,7 +7,6 @@ from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 
-
 _FAR = 2**30
 
 
