@@ -73,7 +73,7 @@ REFUSED = [
         "key: got shape (2, 6, 4, 8); expected [A, B, D, 8] with A=2, B=6, D=8 (A, B, D as in query)",
     ),
     # borders
-    (lambda: _checks.cu_seqlens([0.0, 1.0]), TypeError, "cu_seqlens: got dtype float32; expected int32 or int64"),
+    (lambda: _checks.cu_seqlens([0.0, 1.0]), TypeError, "cu_seqlens: got dtype float64; expected int32 or int64"),
     (lambda: _checks.cu_seqlens("ab"), TypeError, "cu_seqlens: got str; expected an array"),
     (
         lambda: _checks.cu_seqlens([[0, 1]]),
@@ -670,7 +670,9 @@ def test_layer_numbers(number):
 
 def test_layer_input():
     for x, borders in ((ROW, None), (ROW[0], [0, 4]), (ROW[:1], [0, 1, 4])):
-        assert _checks.layer_input(x, 8, borders).shape == x.shape
+        found, cu = _checks.layer_input(x, 8, borders)
+        assert found.shape == x.shape
+        assert cu is None if borders is None else cu.tolist() == borders
 
 
 def test_time_series_layouts():

@@ -116,6 +116,13 @@ def test_cdiv():
         assert isinstance(cdiv(a, b), int)
         assert int(cdiv(jnp.int32(a), b)) == -(a // -b)
     np.testing.assert_array_equal(cdiv(jnp.array([0, 1, 4, 5]), jnp.array([4, 4, 4, 4])), [0, 1, 1, 2])
+    for dtype in (np.uint8, np.uint32):
+        numbers = np.array([0, 1, 4, 5, 255], dtype)
+        for a, b in ((numbers, 4), (jnp.asarray(numbers), 4), (numbers, dtype(4)), (jnp.asarray(numbers), dtype(4))):
+            found = cdiv(a, b)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, [0, 1, 1, 2, 64])
+    assert cdiv(np.uint32(9), 4) == cdiv(9, jnp.uint32(4)) == 3
 
 
 def test_masks(x64):

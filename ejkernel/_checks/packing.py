@@ -12,30 +12,42 @@ from ejkernel._checks.wording import fail, is_concrete
 
 
 def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seqlens") -> jax.Array:
-    """`cu`, an array or a list, as an array of sequence borders; its values are checked when they can be read."""
-    cu = array(argument, np.asarray(cu) if isinstance(cu, list | tuple) and all(map(is_concrete, cu)) else cu)
+    """`cu`, an array or a list of any integers, as an int32 or int64 array of sequence borders.
+
+    Values that can be read are checked before JAX, or the dtype they are counted in, could change them.
+    """
+    cu = np.asarray(cu) if isinstance(cu, list | tuple) and all(map(is_concrete, cu)) else cu
+    result = array(argument, cu)
     if not jnp.issubdtype(cu.dtype, jnp.integer):
         raise TypeError(f"{argument}: got dtype {cu.dtype}; expected int32 or int64")
     if cu.ndim != 1 or cu.shape[0] < 1:
         fail(argument, f"shape {cu.shape}", "[N+1]: 0 and the end of each of N sequences")
+    if result.dtype not in (jnp.int32, jnp.int64):
+        # below, borders are subtracted from each other and compared with numbers of tokens: neither may wrap
+        result = jnp.asarray(cu.astype(jnp.int64 if result.dtype == jnp.uint64 else jnp.int32))
     if is_concrete(cu):
-        borders = np.asarray(cu)
-        if borders[0] != 0:
-            fail(argument, f"first value {borders[0]}", "0")
-        if (np.diff(borders) < 0).any():
-            fail(
-                argument,
-                f"a decrease at index {int(np.argmax(np.diff(borders) < 0)) + 1}",
-                "values that never decrease",
-            )
-        if total_tokens is not None and borders[-1] > total_tokens:
-            fail(argument, f"last value {borders[-1]}", f"at most the {total_tokens} tokens there are")
-    return cu
+        limit, why = np.iinfo(result.dtype).max, f"what {result.dtype} counts"
+        if total_tokens is not None:
+            limit, why = total_tokens, f"the {total_tokens} tokens there are"
+        _border_values(argument, np.asarray(cu), limit, why)
+    return result
+
+
+def _border_values(argument: str, borders: np.ndarray, limit: int, why: str) -> None:
+    if borders[0] != 0:
+        fail(argument, f"first value {borders[0]}", "0")
+    # not by their difference, which unsigned numbers do not have
+    decreases = borders[1:] < borders[:-1]
+    if decreases.any():
+        fail(argument, f"a decrease at index {int(np.argmax(decreases)) + 1}", "values that never decrease")
+    if int(borders[-1]) > limit:
+        fail(argument, f"last value {borders[-1]}", f"at most {why}")
 
 
 def static_total(argument: str, total: Any, cu: Any, count: Callable[[np.ndarray], np.integer]) -> int:
     """How many rows a function of cu_seqlens returns: `total`, or what `count` says of its lengths if known."""
-    needed = int(count(np.diff(np.asarray(cu)))) if is_concrete(cu) else None
+    # in int64, as unsigned or narrow borders may wrap where they are counted
+    needed = int(count(np.diff(np.asarray(cu).astype(np.int64)))) if is_concrete(cu) else None
     if total is None:
         if needed is None:
             what = argument.removeprefix("total_")
@@ -83,7 +95,8 @@ def packed_borders(
     borders = cu_seqlens(cu, devices * query.shape[-3])
     if cu_kv is None:
         # they stand for the keys too, and must fit them
-        borders_kv = cu_seqlens(cu, devices * key.shape[-3])
+        cu_seqlens(cu, devices * key.shape[-3])
+        borders_kv = borders
     else:
         borders_kv = cu_seqlens(cu_kv, devices * key.shape[-3], "cu_seqlens_kv")
     if borders.shape != borders_kv.shape:

@@ -99,10 +99,8 @@ def layer_number(x: Any) -> jax.Array:
     return x
 
 
-def layer_input(x: Any, width: int, borders: Any) -> jax.Array:
-    """`x`, the tokens that a layer of that width takes; `borders` is its `cu_seqlens`."""
+def layer_input(x: Any, width: int, borders: Any) -> tuple[jax.Array, jax.Array | None]:
+    """`x`, the tokens that a layer of that width takes, and `borders`, its `cu_seqlens`."""
     x = floating("x", x)
     Dims(width=width).match("x", x, *(("B T width",) if borders is None else ("T width", "1 T width")))
-    if borders is not None:
-        cu_seqlens(borders, x.shape[-2])
-    return x
+    return x, None if borders is None else cu_seqlens(borders, x.shape[-2])

@@ -15,7 +15,7 @@ def lagged(
     before the first ones of `x`, which is `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
     """
     if cu_seqlens is not None:
-        delayed, recent = _packed(x.reshape(-1, x.shape[-1]), count, recent, jnp.asarray(cu_seqlens))
+        delayed, recent = _packed(x.reshape(-1, x.shape[-1]), count, recent, cu_seqlens)
         return [each.reshape(x.shape) for each in delayed], recent
     if recent is None:
         recent = jnp.zeros((x.shape[0], count, x.shape[-1]), x.dtype)

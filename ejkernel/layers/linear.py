@@ -41,7 +41,7 @@ class _LinearAttention(nnx.Module):
                 from nothing.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`.
         """
-        x = _checks.layer_input(x, self.width, cu_seqlens)
+        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
         query, key, value = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         output, state = self.attend(x, query, key, value, initial_state=state, cu_seqlens=cu_seqlens)
         return self.finish(x, output), state
@@ -134,7 +134,7 @@ class GatedLinearAttention(_LinearAttention):
             state: From an earlier call that this one continues; `None` starts from nothing.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`.
         """
-        x = _checks.layer_input(x, self.width, cu_seqlens)
+        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
         if state is not None and not isinstance(state, GatedState):
             raise TypeError(f"state: got {type(state).__name__}; expected the GatedState of an earlier call")
         recent, memory = (None, None) if state is None else state

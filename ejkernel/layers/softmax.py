@@ -80,7 +80,7 @@ class MultiHeadAttention(nnx.Module):
                 capacity come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache.
         """
-        x = _checks.layer_input(x, self.width, cu_seqlens)
+        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
         query = split(self.query(x), self.heads)
         key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
         if cache is None:

@@ -1,6 +1,7 @@
 """Packed sequences: lengths, borders, and what token or chunk belongs to which sequence.
 
 `cu_seqlens = [0, l1, l1+l2, …]` holds the borders of `N` sequences that lie one after the other on a single time axis.
+Functions of it count in its dtype, int32 or int64; borders of another integer dtype are read as int32 (uint64 as int64).
 """
 
 import functools
@@ -32,6 +33,9 @@ def cdiv(a: Any, b: Any) -> Any:
         >>> cdiv(jnp.array([0, 8, 9]), 4)
         Array([0, 2, 3], dtype=int32)
     """
+    if any(jnp.issubdtype(getattr(each, "dtype", int), jnp.unsignedinteger) for each in (a, b)):
+        # what is unsigned has no negative
+        return a // b + (a % b).clip(max=1)
     # not (a + b - 1) // b, which overflows near an integer type's end
     return -(-a // b)
 

@@ -1,0 +1,87 @@
+"""Borders of packed sequences, however they come: any integer dtype is read alike, bad ones are refused when known."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+from borders import CHUNK, TAKERS, TOKENS
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+
+import ejkernel
+from ejkernel import parallel, xla_utils
+
+DTYPES = ["int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+def program(call, borders):
+    """What a call with these borders computes: the program, and the arrays it is given."""
+    closed = jax.make_jaxpr(lambda: call(borders))()
+    return str(closed.jaxpr), [np.asarray(each) for each in closed.consts]
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_any_integer_dtype_is_read_alike(name):
+    """The same program on the same arrays as with int32, also where there are more tokens than the dtype counts."""
+
+    @examples(ci=4, thorough=50)
+    @given(st.lists(st.integers(0, 127), min_size=2, max_size=2), st.sampled_from(DTYPES))
+    def alike(inner, dtype):
+        cu = np.sort([0, *inner])
+        text, arrays = program(TAKERS[name].call, cu.astype(np.int32))
+        found_text, found_arrays = program(TAKERS[name].call, cu.astype(dtype))
+        assert found_text == text
+        for found, expected in zip(found_arrays, arrays, strict=True):
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
+
+    alike()
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_integer_dtype_gives_the_same_numbers(dtype, x64):
+    """Through all helpers, with known and with traced borders; the results count in int32 or int64."""
+    cu = np.array([0, 40, 40, 127])
+
+    def everything(cu):
+        return {
+            "lens": xla_utils.prepare_lens(cu),
+            "tokens": xla_utils.prepare_token_indices(cu, total_tokens=TOKENS),
+            "sequence": xla_utils.prepare_sequence_ids(cu, total_tokens=TOKENS),
+            "position": xla_utils.prepare_position_ids(cu, total_tokens=TOKENS),
+            "chunks": xla_utils.prepare_chunk_indices(cu, CHUNK, total_chunks=TOKENS),
+            "offsets": xla_utils.prepare_chunk_offsets(cu, CHUNK),
+            "sum": xla_utils.chunk_local_cumsum(np.ones((1, TOKENS, 1), np.float32), CHUNK, cu_seqlens=cu),
+        }
+
+    with jax.enable_x64(x64):
+        expected = everything(cu.astype(np.int32))
+        for found in (everything(cu.astype(dtype)), jax.jit(everything)(cu.astype(dtype))):
+            for name, x in found.items():
+                np.testing.assert_array_equal(x, expected[name], name)
+                if name != "sum":
+                    assert x.dtype == ("int64" if x64 and "64" in dtype else "int32")
+        known = xla_utils.prepare_chunk_indices(cu.astype(dtype), CHUNK)
+        np.testing.assert_array_equal(known, xla_utils.prepare_chunk_indices(cu, CHUNK))
+
+
+def test_traced_unsigned_borders_of_an_op():
+    x = np.random.default_rng(0).normal(size=(3, TOKENS, 2, 4)).astype(np.float32)
+    cu = np.array([0, 100, 300])
+    run = jax.jit(lambda cu: ejkernel.retention(*x, cu_seqlens=cu))
+    for found, expected in zip(run(cu.astype(np.uint32)), run(cu.astype(np.int32)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_everything_that_takes_borders_is_here():
+    for prefix, module in (("", ejkernel), ("", xla_utils), ("parallel.", parallel)):
+        functions = [each for each in module.__all__ if inspect.isfunction(getattr(module, each))]
+        takes = [
+            each
+            for each in functions
+            if {"cu_seqlens", "options"} & {*inspect.signature(getattr(module, each)).parameters}
+        ]
+        assert takes and {prefix + each for each in takes} <= set(TAKERS)
