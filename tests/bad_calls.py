@@ -109,6 +109,8 @@ RECURRENT = [
     (packed([1, 6]), ValueError, "cu_seqlens: got first value 1; expected 0"),
     (packed([0, 4, 3]), ValueError, "cu_seqlens: got a decrease at index 2"),
     (packed([0, 7]), ValueError, "cu_seqlens: got last value 7; expected at most the 6"),
+    (packed(np.array([0, 4, 3], np.uint32)), ValueError, "cu_seqlens: got a decrease at index 2"),
+    (packed(np.array([0, 2**32 + 5])), ValueError, "cu_seqlens: got last value 4294967301; expected at most the 6"),
     (packed(CU[None]), ValueError, r"cu_seqlens: got shape \(1, 3\)"),
     (packed(CU[:0]), ValueError, r"cu_seqlens: got shape \(0,\); expected \[N\+1\]"),
     (packed(CU * 1.0), TypeError, "cu_seqlens: got dtype float"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from borders import CHUNK, TAKERS, TOKENS
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from properties import examples
 
@@ -85,3 +85,53 @@ def test_everything_that_takes_borders_is_here():
             if {"cu_seqlens", "options"} & {*inspect.signature(getattr(module, each)).parameters}
         ]
         assert takes and {prefix + each for each in takes} <= set(TAKERS)
+
+
+# the borders, what is said of them, and whether one can tell without knowing how many tokens there are
+BAD = [
+    ([1, 3, 5], "got first value 1; expected 0", True),
+    ([-2, 3, 5], "got first value -2; expected 0", True),
+    ([0, 7, 4], "got a decrease at index 2; expected values that never decrease", True),
+    ([0, 3, 3, 2, 9], "got a decrease at index 3", True),
+    ([0, 5, TOKENS + 1], f"got last value {TOKENS + 1}; expected at most the {TOKENS} tokens", False),
+    ([0, 5, 2**32 + 5], f"got last value {2**32 + 5}; expected at most ", True),
+    ([0, 2**32 + 5, 7], "got a decrease at index 2", True),
+]
+HOW = {
+    "list": list,
+    "tuple": tuple,
+    "int32": lambda cu: np.array(cu, np.int32),
+    "int64": lambda cu: np.array(cu, np.int64),
+    "uint32": lambda cu: np.array(cu, np.uint32),
+    "uint64": lambda cu: np.array(cu, np.uint64),
+    "jax": lambda cu: jax.numpy.asarray(np.array(cu, np.int32)),
+    "jax uint32": lambda cu: jax.numpy.asarray(np.array(cu, np.uint32)),
+}
+WHERE = {
+    "plain": lambda call: call(),
+    "jit": lambda call: jax.jit(call)(),
+    "shard_map": lambda call: jax.shard_map(call, mesh=OUTER, in_specs=(), out_specs=jax.P())(),
+    "scan": lambda call: jax.lax.scan(lambda carry, _: (carry, call()), 0.0, length=2),
+    "vmap": lambda call: jax.vmap(lambda _: call())(np.zeros(2)),
+}
+OUTER = jax.make_mesh((1,), ("outer",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_bad_borders_are_refused_wherever_they_are_known(name):
+    argument = "cu_seqlens_kv" if "_kv" in name else "cu_seqlens"
+    bad = [(borders, message) for borders, message, always in BAD if always or TAKERS[name].counts]
+    places = [each for each in WHERE if each != "shard_map" or "sliced" not in name]  # those are in one already
+
+    @examples(ci=12, thorough=500)
+    @given(st.sampled_from(bad), st.sampled_from([*HOW]), st.sampled_from(places))
+    def refused(bad, how, where):
+        borders, message = bad
+        try:
+            cu = HOW[how](borders)
+        except OverflowError:
+            assume(False)  # no such number in that dtype
+        with pytest.raises(ValueError, match=f"^{argument}: {message}"):
+            WHERE[where](lambda: TAKERS[name].call(cu))
+
+    refused()

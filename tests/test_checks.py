@@ -92,6 +92,26 @@ REFUSED = [
         "cu_seqlens: got a decrease at index 3; expected values that never decrease",
     ),
     (
+        lambda: _checks.cu_seqlens(np.array([0, 4, 3], np.uint8)),
+        ValueError,
+        "cu_seqlens: got a decrease at index 2; expected values that never decrease",
+    ),
+    (
+        lambda: _checks.cu_seqlens([0, 2**31]),
+        ValueError,
+        "cu_seqlens: got last value 2147483648; expected at most what int32 counts",
+    ),
+    (
+        lambda: _checks.cu_seqlens(np.array([0, 2**64 - 1], np.uint64), 6),
+        ValueError,
+        "cu_seqlens: got last value 18446744073709551615; expected at most the 6 tokens there are",
+    ),
+    (
+        lambda: jax.jit(lambda: _checks.cu_seqlens([0, 7], 6))(),
+        ValueError,
+        "cu_seqlens: got last value 7; expected at most the 6 tokens there are",
+    ),
+    (
         lambda: _checks.cu_seqlens([0, 7], 6),
         ValueError,
         "cu_seqlens: got last value 7; expected at most the 6 tokens there are",

@@ -1,7 +1,7 @@
 """Packed sequences: lengths, borders, and what token or chunk belongs to which sequence.
 
 `cu_seqlens = [0, l1, l1+l2, …]` holds the borders of `N` sequences that lie one after the other on a single time axis.
-Functions of it count in its dtype, int32 or int64; borders of another integer dtype are read as int32 (uint64 as int64).
+They count in int32 or int64, and so do results; any other integer dtype is read as int32 (uint64 as int64).
 """
 
 import functools
