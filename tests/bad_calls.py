@@ -404,6 +404,21 @@ OPS = {
             ({"mask": [[True]]}, TypeError, "mask: got list; expected an array"),
         ],
     ),
+    "prepare_cu_seqlens_from_segment_ids": Op(
+        xla_utils.prepare_cu_seqlens_from_segment_ids,
+        {"ids": np.array([[1, 1, 2], [3, 3, 3]]), "sequences": 4},
+        [
+            ({"ids": [[1, 1]]}, TypeError, "ids: got list; expected an array"),
+            ({"ids": ones(2, 3)}, TypeError, "ids: got dtype float32; expected an integer dtype"),
+            ({"ids": MASK}, TypeError, "ids: got dtype bool; expected an integer dtype"),
+            ({"ids": np.arange(3)}, ValueError, r"ids: got shape \(3,\); expected \[B, T\]"),
+            ({"sequences": 2}, ValueError, "sequences: got 2; expected at least the 3 that ids has"),
+            ({"sequences": -1}, ValueError, "sequences: got -1; expected an int of at least 0"),
+            ({"sequences": 4.0}, ValueError, "sequences: got 4.0; expected an int of at least 0"),
+            ({"sequences": None}, ValueError, "sequences: got None; expected an int of at least 0"),
+            ({"sequences": Traced(4)}, ValueError, "sequences: got a traced value; expected an int of at least 0"),
+        ],
+    ),
     "prepare_cu_seqlens_from_mask": Op(
         xla_utils.prepare_cu_seqlens_from_mask,
         {"mask": MASK},

@@ -147,6 +147,24 @@ def test_packing_matches_oracle(drawn, chunk_size):
         np.testing.assert_array_equal(x, wanted[name], name)
 
 
+SEGMENTS = functools.partial(jax.jit, static_argnums=1)(xla_utils.prepare_cu_seqlens_from_segment_ids)
+
+
+@examples(ci=30, thorough=500)
+@given(SEEDS, st.integers(1, 4), st.sampled_from([3, 12, 29] if not THOROUGH else [*range(0, 60)]), st.booleans())
+def test_borders_from_segment_ids(seed, kinds, sequences, known):
+    """Each token of the flattened rows lies in the run that its borders say, and what has no room is padding."""
+    rows, tokens = 3, 10
+    ids = np.random.default_rng(seed).integers(kinds, size=(rows, tokens))
+    run = np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1] - 1) != 0) - 1
+    if known and run[-1] < sequences:
+        cu = xla_utils.prepare_cu_seqlens_from_segment_ids(ids, sequences)
+    else:
+        cu = SEGMENTS(ids, sequences)
+    assert cu.dtype == np.int32 and cu.shape == (sequences + 1,)
+    np.testing.assert_array_equal(oracle.token_indices(np.asarray(cu), rows * tokens)[:, 0], np.minimum(run, sequences))
+
+
 @examples(ci=20, thorough=500)
 @given(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1))
 def test_ceiling_division(a, b):

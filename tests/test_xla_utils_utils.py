@@ -14,6 +14,7 @@ from ejkernel.xla_utils.utils import (
     prepare_chunk_indices,
     prepare_chunk_offsets,
     prepare_cu_seqlens_from_mask,
+    prepare_cu_seqlens_from_segment_ids,
     prepare_lens,
     prepare_lens_from_mask,
     prepare_position_ids,
@@ -135,6 +136,55 @@ def test_masks(x64):
     check(jax.jit(prepare_cu_seqlens_from_mask)(mask), [0, 2, 2, 3], jnp.int32)
 
 
+def runs(ids):
+    """The borders, one more than there are runs of equal ids within rows, by looking at every token."""
+    starts = [
+        row * len(of_row) + token
+        for row, of_row in enumerate(ids)
+        for token in range(len(of_row))
+        if token == 0 or of_row[token] != of_row[token - 1]
+    ]
+    return [*starts, ids.size]
+
+
+IDS = {
+    "contract": [[1, 1, 2], [3, 3, 3]],
+    "row begins with the id that the last one ended with": [[1, 2], [2, 2], [2, 1]],
+    "ids come back": [[5, 5, -1, 5, 0, 0]],
+    "one token each": [[3], [3], [3]],
+    "no tokens": np.zeros((2, 0), int),
+    "no rows": np.zeros((0, 3), int),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_borders_from_segment_ids(name):
+    ids = np.asarray(IDS[name])
+    expected = runs(ids)
+    compiled = jax.jit(prepare_cu_seqlens_from_segment_ids, static_argnums=1)
+    for room in range(len(expected) + 2):
+        known = len(expected) - 1 <= room
+        wanted = [*expected[: room + 1], *[ids.size] * (room + 1 - len(expected))]
+        check(compiled(ids, room), wanted, jnp.int32)
+        if known:
+            check(prepare_cu_seqlens_from_segment_ids(ids, room), wanted, jnp.int32)
+        else:
+            for how in (ids, jnp.asarray(ids)):
+                with pytest.raises(
+                    ValueError, match=f"^sequences: got {room}; expected at least the {len(expected) - 1} "
+                ):
+                    jax.jit(lambda how=how, room=room: prepare_cu_seqlens_from_segment_ids(how, room))()
+
+
+def test_segment_ids_of_any_integers():
+    """Also those that JAX would see as equal without 64 bits, and at the ends of unsigned dtypes."""
+    wide = np.array([[1, 2**32 + 1, 1, 2**40]])
+    check(prepare_cu_seqlens_from_segment_ids(wide, 4), [0, 1, 2, 3, 4], jnp.int32)
+    ends = np.array([[255, 255, 0], [0, 255, 255]], np.uint8)
+    for found in (ends, jnp.asarray(ends)):
+        check(prepare_cu_seqlens_from_segment_ids(found, 5), [0, 2, 3, 4, 6, 6], jnp.int32)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -188,7 +238,7 @@ def test_convert_repairs_a_wrong_cotangent():
 
 def test_exported():
     public = {name for name in vars(utils) if name.startswith("prepare_")} | {"cdiv", "identity_dtype_convert"}
-    assert len(public) == 10
+    assert len(public) == 11
     assert public | {"chunk_global_cumsum", "chunk_local_cumsum"} == set(xla_utils.__all__)
     for name in xla_utils.__all__:
         assert callable(getattr(xla_utils, name))

@@ -5,7 +5,7 @@ Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Co
 
 from ejkernel._checks.arrays import array, factor, floating, grouped_heads, scalar, time_series, unbatched
 from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mesh_axis, ring_slices
-from ejkernel._checks.packing import cu_seqlens, one_row, packed_borders, static_total, token_mask
+from ejkernel._checks.packing import cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
 from ejkernel._checks.recurrence import (
     LinearAttention,
     gate_per_head,
@@ -73,6 +73,7 @@ __all__ = [
     "real",
     "ring_slices",
     "scalar",
+    "segment_ids",
     "sinks",
     "sliding_window",
     "static_total",

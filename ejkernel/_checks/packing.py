@@ -53,11 +53,31 @@ def static_total(argument: str, total: Any, cu: Any, count: Callable[[np.ndarray
             what = argument.removeprefix("total_")
             fail(argument, "None with a traced cu_seqlens", f"{argument}=, the number of {what} known when tracing")
         return needed
+    return _room(argument, total, needed, "cu_seqlens")
+
+
+def _room(argument: str, total: Any, needed: int | None, source: str) -> int:
+    """`total`, an int known when tracing, and no less than is `needed` if that is known."""
     if isinstance(total, bool) or not isinstance(total, int | np.integer) or total < 0:
         fail(argument, repr(total) if is_concrete(total) else "a traced value", "an int of at least 0")
     if needed is not None and total < needed:
-        fail(argument, total, f"at least the {needed} that cu_seqlens has")
+        fail(argument, total, f"at least the {needed} that {source} has")
     return int(total)
+
+
+def segment_ids(ids: Any, sequences: Any) -> tuple[jax.Array, int]:
+    """`ids` as an integer array `[B, T]`, and `sequences`, room for its runs of equal ids."""
+    given, runs = array("ids", ids), None
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"ids: got dtype {given.dtype}; expected an integer dtype")
+    if given.ndim != 2:
+        fail("ids", f"shape {given.shape}", "[B, T]")
+    if is_concrete(ids):
+        # numbered anew, as JAX may count in fewer bits than they have
+        known = np.unique(np.asarray(ids), return_inverse=True)[1].reshape(given.shape).astype(np.int32)
+        runs = int(np.count_nonzero(known[:, 1:] != known[:, :-1])) + known[:, :1].size
+        given = jnp.asarray(known)
+    return given, _room("sequences", sequences, runs, "ids")
 
 
 def token_mask(mask: Any) -> jax.Array:

@@ -71,6 +71,22 @@ def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = jnp.int
     return _running_total(prepare_lens_from_mask(mask).astype(out_dtype))
 
 
+def prepare_cu_seqlens_from_segment_ids(ids: ArrayLike, sequences: int) -> jax.Array:
+    """`[sequences+1]` int32 borders in the flattened stream of rows `ids [B, T]`, which say whose each token is.
+
+    A sequence is a run of equal ids within a row, whatever the ids are: padding between sequences is one more of them,
+    and two of the same id that touch are one. `sequences` is how many there is room for; borders that are not needed
+    repeat the end. More runs than that are an error if the ids are known when tracing; if not, those without room are
+    padding, past the last border.
+
+    Examples:
+        >>> prepare_cu_seqlens_from_segment_ids(jnp.array([[1, 1, 2], [3, 3, 3]]), 4)
+        Array([0, 2, 3, 6, 6], dtype=int32)
+    """
+    ids, sequences = _checks.segment_ids(ids, sequences)
+    return _run_borders(ids, sequences)
+
+
 def prepare_sequence_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = None) -> jax.Array:
     """`[T]` which sequence each token belongs to.
 
@@ -171,6 +187,13 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]
 
 
 # compiled whole, since a plain call would compile each of their small steps
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _run_borders(ids: jax.Array, sequences: int) -> jax.Array:
+    # a row's first token has no neighbour to be equal to
+    starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return jnp.flatnonzero(starts, size=sequences + 1, fill_value=ids.size).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
