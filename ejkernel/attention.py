@@ -214,7 +214,9 @@ def flash_attention(
         (deterministic, dropout_prob, dropout_rng),
         (causal, sliding_window),
     )
-    sequences = None if borders is None else borders.shape[0] - 1
+    _checks.known_size("query", call.queries, "tokens")
+    _checks.known_size("key", call.keys, "tokens")
+    sequences = None if borders is None else _checks.known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
     offset = _checks.query_offset(query_offset, call.batch if sequences is None else sequences)
     call = replace(
         call,

@@ -16,6 +16,13 @@ def positive_int(argument: str, x: Any) -> int:
     return int(x)
 
 
+def known_size(argument: str, x: Any, what: str) -> int:
+    """`x`, a number of tokens or the like that blocks are cut by."""
+    if not isinstance(x, int):
+        fail(argument, f"{x} {what}, a symbolic size", "a size known when exporting; the batch alone may be symbolic")
+    return x
+
+
 def power_of_two(argument: str, x: Any) -> int:
     """`x`, one of 1, 2, 4, … known when tracing."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1 or x & (x - 1):

@@ -1,5 +1,7 @@
 """Who may attend to whom, by mask and by position, and heads of masks, biases and sinks laid out by group."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -31,10 +33,19 @@ def live(allowed: Array) -> tuple[Array, Array]:
 
 def live_by_position(call: Call) -> tuple[Array, Array] | None:
     """The same where position alone decides, broadcasting to those shapes; `None` if all are."""
-    query, key = np.arange(call.queries), np.arange(call.keys)
-    left, right = (max(call.queries, call.keys) if bound is None else bound for bound in (call.left, call.right))
-    alive = np.maximum(query - left, 0) <= np.minimum(query + right, call.keys - 1)
-    seen = np.maximum(key - right, 0) <= np.minimum(key + left, call.queries - 1)
-    if alive.all() and seen.all():
+    if call.left is None and call.right is None:
+        return None
+    sizes_known = isinstance(call.queries, int) and isinstance(call.keys, int)
+    numpy: Any = np if sizes_known else jnp
+
+    def reaches(tokens: int, others: int, left: int | None, right: int | None) -> Any:
+        here = numpy.arange(tokens)
+        first = 0 * here if left is None else numpy.maximum(here - left, 0)
+        last = 0 * here + (others - 1) if right is None else numpy.minimum(here + right, others - 1)
+        return first <= last
+
+    alive = reaches(call.queries, call.keys, call.left, call.right)
+    seen = reaches(call.keys, call.queries, call.right, call.left)
+    if sizes_known and alive.all() and seen.all():
         return None
     return jnp.asarray(alive).reshape(1, 1, 1, -1, 1), jnp.asarray(seen).reshape(1, 1, -1, 1)

@@ -97,8 +97,9 @@ def block_sizes(call: Call) -> tuple[int, int]:
     """How many queries and keys a block has."""
     queries, keys = call.block_sizes or (256, 512)
     if call.block_sizes is None:
-        # every head's block is held at once
-        while queries > 64 and call.batch * call.heads * queries * keys > 2**23:
+        # every head's block is held at once; a batch of unknown size counts as one row
+        rows = call.batch if isinstance(call.batch, int) else 1
+        while queries > 64 and rows * call.heads * queries * keys > 2**23:
             queries //= 2
         # blocks longer than most packed sequences would be mostly empty
         while call.sequences and queries > 32 and queries * call.sequences > call.queries:

@@ -1,0 +1,70 @@
+"""Ops exported with sizes that are known only when the program runs, against plain calls."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import QUICK
+from conftest import assert_close
+from jax import export
+
+import ejkernel
+
+MASK = np.tri(6, 6, 2, dtype=bool)[None, None]
+# as a function of query, key and value of the same shape
+SYMBOLIC_BATCH = {
+    "attention": lambda *x: ejkernel.attention(*x, causal=True, dtype=None)[0],
+    "flash_attention": partial(ejkernel.flash_attention, causal=True),
+    "flash_attention, mask": lambda *x: ejkernel.flash_attention(*x, MASK, softmax_aux=jnp.ones((2, 1))),
+}
+SYMBOLIC_TOKENS = {
+    "attention": lambda *x: ejkernel.attention(*x, dtype=None)[0],
+    "attention, causal": lambda *x: ejkernel.attention(*x, causal=True, dtype=None)[0],
+    "attention, window": lambda *x: ejkernel.attention(*x, sliding_window=(2, 1), dtype=None)[0],
+}
+REFUSED = {
+    "flash_attention": (
+        ejkernel.flash_attention,
+        "query: got t tokens, a symbolic size; expected a size known when exporting; the batch alone may be symbolic",
+    ),
+}
+
+
+def exported(op, shape):
+    """`op` with its gradients as a program for arrays of that shape."""
+
+    def run(*x):
+        output, pull = jax.vjp(op, *x)
+        return output, pull(jnp.cos(output))
+
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(shape), np.float32)
+    return run, export.export(jax.jit(run))(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "op, shape",
+    [
+        *(pytest.param(op, "b, 6, 2, 4", id=f"batch-{name}".replace(" ", "-")) for name, op in SYMBOLIC_BATCH.items()),
+        *(
+            pytest.param(op, "2, t, 2, 4", id=f"tokens-{name}".replace(" ", "-"))
+            for name, op in SYMBOLIC_TOKENS.items()
+        ),
+    ],
+)
+def test_symbolic_sizes(op, shape):
+    run, program = exported(op, shape)
+    for size in (1, 3):
+        sizes = [int(each) if each.strip().isdigit() else size for each in shape.split(",")]
+        arrays = np.random.default_rng(size).normal(size=(3, *sizes)).astype(np.float32)
+        expected = jax.jit(run, compiler_options=QUICK)(*arrays)
+        for one, other in zip(jax.tree.leaves(program.call(*arrays)), jax.tree.leaves(expected), strict=True):
+            assert_close(one, other, 1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_symbolic_tokens_are_refused_by_name(name):
+    op, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        exported(op, "2, t, 2, 4")
