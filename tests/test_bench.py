@@ -17,11 +17,12 @@ import pytest
 
 from ejkernel import cli
 from ejkernel.bench import ceilings, command, exact, figures, page, results
+from ejkernel.bench.kinds import DIRECTIONS
 from ejkernel.bench.machine import machines
 from ejkernel.bench.measure import Limits, measure
 from ejkernel.bench.ops import OPS, Op, Shape, cotangent, moved_bytes
 from ejkernel.bench.peers import PEERS
-from ejkernel.bench.results import DIRECTIONS, OURS, Row
+from ejkernel.bench.results import OURS, Row
 
 ROOT = Path(__file__).parent.parent
 TINY = Shape(batch=2, tokens=5, heads=3, dim=4, dtype="float32")
@@ -91,10 +92,13 @@ def test_json_is_read_back_as_it_was(measured):
         (lambda text: "", "is no JSON"),
         (lambda text: "[1, 2]", "is not in the format"),
         (lambda text: text.replace("version 1", "version 7"), "is not in the format 'ejkernel bench, version 1'"),
-        (lambda text: text.replace('"op": ', '"opus": ', 1), "row 0: opus is no field"),
-        (lambda text: text.replace('"tokens": 8', '"tokens": "8"', 1), "row 0: tokens is '8'"),
+        (lambda text: text.replace('"op": ', '"opus": ', 1), "row 0: 'opus' is no field"),
+        (
+            lambda text: text.replace('"tokens": 8', '"tokens": "8"', 1),
+            "row 0: tokens: got '8'; expected a whole number",
+        ),
         (lambda text: text.replace('"who": "ejkernel", ', "", 1), "row 0: lacks who"),
-        (lambda text: text.replace('"date": ', '"day": '), "day is no field"),
+        (lambda text: text.replace('"date": ', '"day": '), "'day' is no field"),
         (lambda text: text.replace('"rows"', '"columns"'), "has no rows"),
     ],
 )

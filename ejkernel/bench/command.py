@@ -13,12 +13,12 @@ import jax
 
 from ejkernel import __version__
 from ejkernel.bench import ceilings, page, results
+from ejkernel.bench.kinds import DIRECTIONS, DTYPES
 from ejkernel.bench.measure import Limits, measure
 from ejkernel.bench.ops import OPS, Op, Shape
 from ejkernel.bench.peers import PEERS
-from ejkernel.bench.results import DIRECTIONS, OURS, Report, Row
+from ejkernel.bench.results import OURS, Report, Row
 
-DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "torch", "fla-core")
 EXAMPLES = """examples:
   %(prog)s                                    every op against the peers that are installed

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from urllib.parse import quote
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -53,22 +54,26 @@ Block = Heading | Paragraph | Table | Points | Figure
 
 
 def as_markdown(blocks: Sequence[Block], folder: str) -> str:
-    """Pictures are files in `folder`; those that follow each other share a line where there is room."""
+    """Pictures are files in `folder`; those that follow each other share a line where there is room.
+
+    Whatever else than code in backticks would be markup is escaped: words of a results file are words.
+    """
     parts: list[str] = []
     after_figure = False
     for block in blocks:
         match block:
             case Heading(level, text):
-                part = f"{'#' * level} {text}"
+                part = f"{'#' * level} {_escaped(text)}"
             case Paragraph(text):
-                part = text
+                part = _line(text)
             case Table(head, rows):
-                lines = [head, ["---"] * len(head), *rows]
-                part = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+                lines = [[_escaped(cell) for cell in line] for line in (head, *rows)]
+                lines.insert(1, ["---"] * len(head))
+                part = "\n".join(f"| {' | '.join(line)} |" for line in lines)
             case Points(texts):
-                part = "\n".join(f"- {line}" for line in texts)
+                part = "\n".join(f"- {_line(line)}" for line in texts)
             case Figure(name, alt, _):
-                part = f"![{alt}]({folder}/{name}.svg)"
+                part = f"![{_escaped(alt)}]({quote(folder)}/{quote(name)}.svg)"
         separator = "\n" if after_figure and isinstance(block, Figure) else "\n\n"
         parts.append(f"{separator}{part}")
         after_figure = isinstance(block, Figure)
@@ -103,5 +108,29 @@ def as_html(blocks: Sequence[Block]) -> str:
 """
 
 
+CODE = re.compile(r"(?<!`)`([^`|]+)`(?!`)")
+# Signs of Markdown that a backslash makes words of, of which _ is none inside a word. Then those of HTML and of tables,
+# those of extensions that know no backslash, and those that would spoil a backslash or code beside them.
+MARKUP = re.compile(r"([*{}\[\]#!]|(?<![^\W_])_|_(?![^\W_]))|[<>&|~^$\\`]")
+LIST = re.compile(r"[-+]|\d+(?=[.)](\s|$))")
+
+
 def _inline(text: str) -> str:
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+    return CODE.sub(r"<code>\1</code>", escape(text))
+
+
+def _escaped(text: str) -> str:
+    words = CODE.split(" ".join(text.split()))
+    words[::2] = [MARKUP.sub(lambda sign: f"\\{sign[0]}" if sign[1] else _entity(sign[0]), each) for each in words[::2]]
+    words[1::2] = [f"`{each}`" for each in words[1::2]]
+    return "".join(words)
+
+
+def _line(text: str) -> str:
+    """`text` on a line of its own, where its first letter could open a list."""
+    escaped = _escaped(text)
+    return _entity(escaped[0]) + escaped[1:] if LIST.match(escaped) else escaped
+
+
+def _entity(letter: str) -> str:
+    return f"&#{ord(letter)};"

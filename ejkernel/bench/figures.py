@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ejkernel import _drawing as drawing
 from ejkernel.bench.document import Figure
+from ejkernel.bench.kinds import DIRECTIONS
 from ejkernel.bench.machine import Curve, Machine
 from ejkernel.bench.ops import OPS
-from ejkernel.bench.results import DIRECTIONS, OURS
+from ejkernel.bench.results import OURS
 
 SIZE = (336, 280)  # two beside each other in a column of text, one on a phone, neither scaled
 NUMBERS = {name: number for number, name in enumerate((*OPS, "scan", "jax.nn"))}

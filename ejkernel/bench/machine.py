@@ -1,5 +1,6 @@
 """All that was measured on one device, and how to find things in it."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -120,6 +121,7 @@ def machines(reports: Sequence[Report]) -> list[Machine]:
             by_device.setdefault(report.device, []).append(report)
     found: list[Machine] = []
     for same in by_device.values():
-        alike = sum(each.reports[0].platform == same[0].platform for each in found)
-        found.append(Machine(same, same[0].platform + (f"{alike + 1}" if alike else "")))
+        platform, taken = same[0].platform.lower(), {each.slug for each in found}
+        names = itertools.chain([platform], (f"{platform}{number}" for number in itertools.count(2)))
+        found.append(Machine(same, next(name for name in names if name not in taken)))
     return found

@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel._dispatch import _default_platform, explain
 from ejkernel.bench import exact
+from ejkernel.bench.kinds import line
 from ejkernel.bench.ops import Arrays, Op, Shape, cotangent, moved_bytes
 from ejkernel.bench.peers import Peer
 from ejkernel.bench.programs import Program, compiled, one_head
@@ -106,7 +107,7 @@ def _prepared(row: Row, build: Callable[[], Program], expected: "_Expected") -> 
         errors = expected.errors(program, results)
     except Exception as error:  # whatever a peer does wrong is a line of the report, not its end
         words = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {words[0]}"[:200]
+        reason = line(f"{type(error).__name__}: {words[0]}")[:200]
         if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
             # the machine's fault, and a longer call need not be tried
             return replace(row, left_out=reason), None

@@ -1,13 +1,15 @@
 """Results as a page: what it says of each device, its tables and its pictures, all from the rows."""
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ejkernel.bench import figures
 from ejkernel.bench.document import Block, Figure, Heading, Paragraph, Points, Table, as_html, as_markdown
+from ejkernel.bench.kinds import DIRECTIONS
 from ejkernel.bench.machine import Machine, machines
-from ejkernel.bench.results import DIRECTIONS, OURS, Report, Row
+from ejkernel.bench.results import OURS, Report, Row
 from ejkernel.bench.results import write as write_file
 
 SUFFIXES = (".html", ".md")
@@ -39,7 +41,8 @@ def _blocks(path: Path, reports: Sequence[Report], sources: Sequence[Path]) -> I
         "output and the gradients of all inputs."
     )
     if sources:
-        command = " ".join(["ejkernel bench --from", *(each.as_posix() for each in sources), "--plot", path.as_posix()])
+        names = [each.as_posix() for each in sources]
+        command = shlex.join(["ejkernel", "bench", "--from", *names, "--plot", path.as_posix()])
         yield Paragraph(
             f"This page is made from rows kept as JSON by `{command}`; `ejkernel bench --json FILE` measures such rows "
             "on your machine, `ejkernel bench --plot FILE.html` draws them."

@@ -7,11 +7,11 @@ import platform
 import tempfile
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
+
+from ejkernel.bench import kinds
 
 FORMAT = "ejkernel bench, version 1"
-DIRECTIONS = ("forward", "forward+backward")
 OURS = "ejkernel"
 
 
@@ -27,27 +27,27 @@ class Row:
     `bytes` what must move at least; `errors` the relative norms of the errors of output and gradients.
     """
 
-    op: str
-    who: str
-    implementation: str
-    direction: str
-    dtype: str
-    batch: int
-    tokens: int
-    heads: int
-    dim: int
-    bytes: int | None = None
-    flops: int | None = None
-    median_ms: float | None = None
-    spread_ms: float | None = None
-    ratio: float | None = None
-    rounds: int | None = None
-    calls: int | None = None
-    compile_s: float | None = None
-    temporary_bytes: int | None = None
-    errors: dict[str, float] | None = None
-    left_out: str | None = None
-    failed: str | None = None
+    op: kinds.Name
+    who: kinds.Name
+    implementation: kinds.Implementation
+    direction: kinds.Direction
+    dtype: kinds.Dtype
+    batch: kinds.Size
+    tokens: kinds.Size
+    heads: kinds.Size
+    dim: kinds.Size
+    bytes: kinds.Amount | None = None
+    flops: kinds.Amount | None = None
+    median_ms: kinds.Positive | None = None
+    spread_ms: kinds.NotNegative | None = None
+    ratio: kinds.Positive | None = None
+    rounds: kinds.Size | None = None
+    calls: kinds.Size | None = None
+    compile_s: kinds.NotNegative | None = None
+    temporary_bytes: kinds.Amount | None = None
+    errors: dict[kinds.Name, kinds.NotNegative] | None = None
+    left_out: kinds.Line | None = None
+    failed: kinds.Line | None = None
 
     @property
     def error(self) -> float | None:
@@ -63,14 +63,14 @@ class Row:
 class Report:
     """A run: on what, with what, and its rows."""
 
-    device: str
-    platform: str
-    versions: dict[str, str]
-    date: str
-    copy_bytes_per_s: float
-    flops_per_s: dict[str, float]
-    peers_missing: dict[str, str] = field(default_factory=dict)
-    complete: bool = False
+    device: kinds.Line
+    platform: kinds.Platform
+    versions: dict[kinds.Line, kinds.Line]
+    date: kinds.Date
+    copy_bytes_per_s: kinds.Positive
+    flops_per_s: dict[kinds.Dtype, kinds.Positive]
+    peers_missing: dict[kinds.Name, kinds.Line] = field(default_factory=dict)
+    complete: kinds.Flag = False
     rows: list[Row] = field(default_factory=list)
 
     def shares(self, row: Row) -> tuple[float | None, float | None]:
@@ -88,7 +88,7 @@ def here(versions: dict[str, str], copy_bytes_per_s: float, flops_per_s: dict[st
     device = jax.devices()[0]
     name = device.device_kind if device.platform != "cpu" else f"{_processor()}, {os.cpu_count()} cores"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Report(name, device.platform, versions, today, copy_bytes_per_s, flops_per_s)
+    return Report(kinds.line(name), device.platform, versions, today, copy_bytes_per_s, flops_per_s)
 
 
 def _processor() -> str:
@@ -120,6 +120,8 @@ def loads(text: str, where: str = "results") -> Report:
         head = json.loads(text)
     except ValueError as error:
         raise ResultsError(f"{where}: is no JSON, or only a part of it ({error})") from None
+    except RecursionError:
+        raise ResultsError(f"{where}: is not in the format {FORMAT!r}; its brackets are nested too deep") from None
     if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
         raise ResultsError(f"{where}: is not in the format {FORMAT!r}")
     rows = head.pop("rows", None)
@@ -167,26 +169,16 @@ def load(path: Path) -> Report:
 
 
 def _made(kind: type[Any], values: Any, where: str) -> Any:
-    """`kind(**values)`, each value of the type that its field says."""
+    """`kind(**values)`, each value held to what its field may be."""
     if not isinstance(values, dict):
-        raise ResultsError(f"{where}: is no object")
+        raise ResultsError(f"{where}: got {kinds.shown(values)}; expected an object")
     known = {each.name: each for each in fields(kind) if each.name != "rows"}
     if unknown := sorted(values.keys() - known.keys()):
-        raise ResultsError(f"{where}: {unknown[0]} is no field of it")
+        raise ResultsError(f"{where}: {kinds.shown(unknown[0])} is no field of it; expected {', '.join(known)}")
     for name, each in known.items():
         if name in values:
-            if not _fits(values[name], each.type):
-                raise ResultsError(f"{where}: {name} is {values[name]!r:.40}, which it cannot be")
+            for wrong in kinds.misfits(each.type, values[name], name):
+                raise ResultsError(f"{where}: {wrong}")
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ResultsError(f"{where}: lacks {name}")
     return kind(**values)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if isinstance(kind, UnionType):
-        return any(_fits(value, each) for each in get_args(kind))
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(each, get_args(kind)[1]) for each in value.values())
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
