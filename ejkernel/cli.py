@@ -1,14 +1,13 @@
 """The `ejkernel` command: `info`, `bench` and `demo`."""
 
 import argparse
-import contextlib
 import importlib.metadata
-import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 
 from ejkernel import __version__
+from ejkernel._command_line import no_device, quietly
 
 EXAMPLES = """examples:
   ejkernel info              what is installed, and what will run where
@@ -26,16 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0, 1 if it cannot run here, 2 for wrong use, 130 after Ctrl-C, 141 if whoever read its output has gone.
     """
-    try:
-        code = _run(arguments)
-        # here rather than when Python ends, which could only complain
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # what is still in the buffer has nowhere to go
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return quietly(lambda: _run(arguments))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -90,11 +80,10 @@ def _report() -> Iterator[str]:
     yield from (f"  {name:<12} {_version(name)}" for name in PACKAGES)
     yield from _other_project()
     yield "devices"
-    try:
-        yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
-        yield f"  none that JAX can use: {str(error) or 'see JAX_PLATFORMS'}"
+    if why := no_device():
+        yield f"  none that JAX can use: {why}"
         return
+    yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
     yield "implementations, for a call of ordinary size"
     yield from _served()
 

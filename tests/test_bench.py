@@ -4,9 +4,7 @@ import dataclasses
 import io
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -115,7 +113,7 @@ def test_foreign_files_are_told(measured, tmp_path, capsys, change, message):
     [
         (["sing"], "no op sing; there are recurrent_gla,"),
         (["attention", "--peer", "rival"], "no peer rival; there are scan,"),
-        (["--lengths", "0"], "expected a whole number, at least 1"),
+        (["--lengths", "0"], "expected a whole number from 1 to 2147483647"),
         (["--limit", "nan"], "expected a number above 0"),
         (["--dtype", "int8"], "invalid choice"),
         (["--forward", "--gradient"], "not allowed with"),
@@ -143,14 +141,6 @@ def test_a_missing_peer_that_is_asked_for_ends_the_run_before_it_begins(capsys):
     assert bench("retention", "--peer", "fla") == 1
     printed = capsys.readouterr()
     assert "--peer fla: needs an NVIDIA GPU (pip install flash-linear-attention" in printed.err and not printed.out
-
-
-def test_no_device_is_told():
-    probe = "import sys; from ejkernel import cli; sys.exit(cli.main(['bench', '--quick']))"
-    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
-    run = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True)
-    assert run.returncode == 1 and not run.stdout
-    assert run.stderr.startswith("JAX has no device to run on: ") and "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -198,16 +188,6 @@ def test_a_failing_op_is_told_by_the_exit_code(capsys, monkeypatch):
     monkeypatch.setattr("ejkernel.bench.measure._implementation", lambda op, inputs: "xla")
     assert bench("retention", "--lengths", 4, "--heads", 1, "--dim", 2, "--forward", "--peer", "none") == 1
     assert "failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
-
-
-def test_a_reader_that_leaves_ends_it_quietly():
-    probe = (
-        "import sys; from ejkernel import cli; sys.exit(cli.main(['bench', '--help'] if sys.argv[1:] else ['info']))"
-    )
-    running = subprocess.Popen([sys.executable, "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    running.stdout.close()
-    assert (running.wait(), running.stderr.read()) == (141, b"")
-    running.stderr.close()
 
 
 def test_counts_by_hand():

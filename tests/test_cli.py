@@ -1,13 +1,18 @@
 """The `ejkernel` command: what it prints, and its exit codes."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 import ejkernel
 from ejkernel import cli
+
+HERE = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+NO_DEVICE = {**HERE, "JAX_PLATFORMS": "cuda"}
 
 
 def test_info_names_what_runs_and_why_others_do_not(capsys):
@@ -56,12 +61,43 @@ def test_help_shows_examples(capsys):
         assert example in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["sing"], ["info", "--loud"], ["demo", "--steps", "0"]], ids=str)
-def test_wrong_use_exits_with_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: command"),
+        ("sing", "invalid choice: 'sing'"),
+        ("info --loud", "unrecognized arguments: --loud"),
+        ("demo --steps 0", "argument --steps: got 0; expected a whole number from 1 to 1073741824"),
+        ("demo --steps many", "argument --steps: got many; expected a whole number"),
+        ("demo --seed -1", "argument --seed: got -1; expected a whole number from 0 to 4294967295"),
+        ("demo --seed 1000000000000000000000", "argument --seed: got 1000000000000000000000; expected a whole number"),
+    ],
+)
+def test_wrong_use_exits_with_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
+        cli.main(arguments.split())
     assert end.value.code == 2
-    assert "usage: ejkernel" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("usage: ejkernel") and message in said
+
+
+# a shell starts what follows, so that it is what a user types
+PYTHON = f"exec {sys.executable} -m"
+
+
+@pytest.mark.parametrize("command", ["ejkernel.cli demo", "ejkernel.demo", "ejkernel.cli info"])
+def test_a_reader_that_leaves_ends_it_quietly(command, tmp_path):
+    pipe = f"({PYTHON} {command} | head -n 0; exit ${{PIPESTATUS[0]}})"
+    run = subprocess.run(["bash", "-c", pipe], cwd=tmp_path, capture_output=True, text=True, env=HERE)
+    assert (run.returncode, run.stdout, run.stderr) == (141, "", "")
+
+
+@pytest.mark.parametrize("command", ["demo", "bench --quick"])
+def test_no_device_is_told(command, tmp_path):
+    command = f"{PYTHON} ejkernel.cli {command}"
+    run = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=NO_DEVICE)
+    assert run.returncode == 1 and not run.stdout
+    assert run.stderr.startswith("JAX has no device to run on: ") and "Traceback" not in run.stderr
 
 
 def test_demo_without_flax_says_what_to_install(capsys, monkeypatch):

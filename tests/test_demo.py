@@ -117,7 +117,8 @@ def test_how_a_run_ends(ends, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "train", train)
     monkeypatch.setattr(demo, "show", lambda settings, trained, out: print(f"shown in {out}"))
     code = demo.main(["--steps", "7", "--seed", "3", "--out", str(tmp_path / "new")])
-    printed = capsys.readouterr().out
+    first, _, printed = capsys.readouterr().out.partition("\n")
+    assert first.startswith("7 steps of training; first they are compiled")
     if ends == "whole":
         assert code == 0 and printed.startswith(f"shown in {tmp_path / 'new'}") and "s in all" in printed
     elif ends == "stopped":
@@ -141,6 +142,7 @@ def test_progress_on_a_terminal(rich, monkeypatch):
         for step in (1, 2, 3):
             progress.update(step, 1.25, 100)
     shown = terminal.getvalue()
+    assert ("compiling" in shown) == rich
     assert "tokens/s   loss 1.250 bits/byte" in shown
     # a bar moves the cursor; lines do not, and come at the end if not before
     assert ("\x1b" in shown) == rich and ("step     3/3" in shown) != rich

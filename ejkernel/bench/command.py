@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from ejkernel import __version__
+from ejkernel._command_line import no_device, quietly, whole
 from ejkernel.bench import ceilings, page, results
 from ejkernel.bench.kinds import DIRECTIONS, DTYPES
 from ejkernel.bench.measure import Limits, measure
@@ -20,6 +21,7 @@ from ejkernel.bench.peers import PEERS
 from ejkernel.bench.results import OURS, Report, Row
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "torch", "fla-core")
+_positive = whole(1, 2**31 - 1)
 EXAMPLES = """examples:
   %(prog)s                                    every op against the peers that are installed
   %(prog)s --quick                            the same on short sequences, to see whether all is well
@@ -101,12 +103,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="short sequences and few rounds")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; expected a whole number, at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     try:
         number = float(text)
@@ -130,10 +126,8 @@ def _check_names(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
-        print(f"JAX has no device to run on: {str(error) or 'see JAX_PLATFORMS'}", file=sys.stderr)
+    if why := no_device():
+        print(f"JAX has no device to run on: {why}", file=sys.stderr)
         return 1
     names = PEERS if options.peer is None else [name for name in options.peer if name != "none"]
     missing = {name: reason for name in names if (reason := PEERS[name].missing())}
@@ -262,4 +256,4 @@ def _or_dash(value: Any, form: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ejkernel._command_line import no_device, quietly, whole
 from ejkernel.demo import generation, report
 from ejkernel.demo.checkpoint import CheckpointError
-from ejkernel.demo.training import Score, Settings, Trained, evaluate, train
+from ejkernel.demo.training import HELD_OUT, Score, Settings, Trained, evaluate, train
 
 CONTEXTS = (256, 1024, 4096, 16384)
 SAMPLE = 400  # bytes shown
@@ -20,7 +21,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel.demo") -> int:
-    """Runs the demo; 0, or 2 if there is nothing to resume, or 130 after Ctrl-C."""
+    """Runs the demo; 0, 1 without a device, 2 if there is nothing to resume, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Train a small byte-level language model with gated linear attention and write a page about it.",
@@ -31,31 +32,34 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel
     return run(parser.parse_args(arguments))
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}; expected at least 1")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for checkpoint and page (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue from the folder's checkpoint")
-    parser.add_argument("--steps", type=positive, default=Settings.steps, help="training steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of text and parameters (%(default)s)")
+    steps = whole(1, HELD_OUT)
+    parser.add_argument("--steps", type=steps, default=Settings.steps, help="training steps (%(default)s)")
+    # what keys of JAX tell apart
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=Settings.seed, help="of text and parameters (%(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """What `main` does, from parsed arguments."""
+    if why := no_device():
+        print(f"JAX has no device to run on: {why}", file=sys.stderr)
+        return 1
     path = options.out / "checkpoint.npz"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         settings = Settings(seed=options.seed, steps=options.steps)
         start = time.perf_counter()
+        print(f"{settings.steps} steps of training; first they are compiled, which takes some seconds", flush=True)
         if trained := train(settings, path, resume=options.resume):
             show(settings, trained, options.out)
             print(f"{time.perf_counter() - start:.0f} s in all")
             return 0
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -85,4 +89,4 @@ def show(settings: Settings, trained: Trained, out: Path, contexts: Sequence[int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

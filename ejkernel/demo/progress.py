@@ -15,7 +15,8 @@ class Progress:
         self.total, self.first, self.tokens = total, done, 0
         self.started = self.shown = time.perf_counter()
         self.bar: Any = _bar() if sys.stdout.isatty() else None
-        self.task = self.bar.add_task("train", total=total, completed=done, facts="") if self.bar else None
+        # no total yet: the bar swings to and fro while the first step compiles
+        self.task = self.bar.add_task("train", total=None, facts="compiling") if self.bar else None
 
     def __enter__(self) -> Self:
         if self.bar:
@@ -40,7 +41,7 @@ class Progress:
         left = taken / max(step - self.first - 1, 1) * (self.total - step)
         facts = f"{self.tokens / max(taken, 1e-9):8,.0f} tokens/s   loss {loss:.3f} bits/byte"
         if self.bar:
-            self.bar.update(self.task, completed=step, facts=facts)
+            self.bar.update(self.task, total=self.total, completed=step, facts=facts)
         elif step == self.total or now - self.shown > SECONDS_BETWEEN_LINES:
             self.shown = now
             print(f"step {step:5d}/{self.total}   {facts}   {left:4.0f} s left", flush=True)

@@ -1,0 +1,44 @@
+"""What the commands have in common: numbers in arguments, no device, and readers of their output that leave."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+
+def quietly(run: Callable[[], int]) -> int:
+    """The exit code of `run`, or 141 if whoever read its output has gone."""
+    try:
+        code = run()
+        # here rather than when Python ends, which could only complain
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # what is still in the buffer has nowhere to go
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def no_device() -> str | None:
+    """Why JAX cannot compute here, or `None`."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
+        return str(error) or "see JAX_PLATFORMS"
+    return None
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers from `low` to `high`."""
+
+    def number(text: str) -> int:
+        # more digits are no number in between, and Python would not read all too many
+        if text.isdecimal() and len(text) < 20 and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"got {text}; expected a whole number from {low} to {high}")
+
+    return number
