@@ -2,6 +2,8 @@ r"""The recurrence's Triton kernels on one NVIDIA GPU: times, memory floors and 
 
 python -m benchmarks.gpu_linear_recurrence --json benchmarks/results/linear_recurrence_h200.json \
     [--svg FILE] [--fla] [row ...]
+python -m benchmarks.gpu_linear_recurrence --from benchmarks/results/linear_recurrence_h200.json \
+    --svg docs/linear_recurrence_gpu.svg
 """
 
 import argparse
@@ -248,18 +250,11 @@ def launch_overhead() -> dict[str, float]:
 def draw(rows: list[dict[str, Any]]) -> str:
     """The rows with a bar, as a picture."""
     rows = [row for row in rows if row.get("bar_ms")]
-    names = {"this library": "ms", "asked for": "bar_ms", "fla 0.6.0": "fla_ms", "memory floor": "floor_ms"}
-    curves = {name: [(i, row[key]) for i, row in enumerate(rows) if row[key]] for name, key in names.items()}
-    short = {"-backward": " +bwd", "-unscaled": " mild", "-learned": " learnt"}
-    marks = {}
-    for i, row in enumerate(rows):
-        for word, instead in short.items():
-            row = {**row, "name": row["name"].replace(word, instead)}
-        marks[float(i)] = row["name"]
-    size = (90 * len(rows), 420)
-    return _drawing.plot(
-        "Gated linear recurrence, one H200", "", "ms", curves, log_y=True, size=size, x_marks=marks, themed=True
-    )
+    names = {"this library": "ms", "fla 0.6.0": "fla_ms", "memory floor": "floor_ms"}
+    series = {name: [row[key] for row in rows] for name, key in names.items()}
+    size = (640, 90 + 36 * len(rows))
+    title = "Gated linear recurrence, one H200"
+    return _drawing.bars(title, "ms", [row["name"] for row in rows], series, flat=True, size=size)
 
 
 def fla_times() -> dict[str, float]:
@@ -304,8 +299,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the rows that have a bar")
+    parser.add_argument("--from", dest="saved", type=Path, metavar="FILE", help="draw these, measure nothing")
     parser.add_argument("--fla", action="store_true", help="time flash-linear-attention in the same run")
     arguments = parser.parse_args()
+    if arguments.saved:
+        arguments.svg.write_text(draw(json.loads(arguments.saved.read_text())["rows"]))
+        return
     import jax_triton
     import triton
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import recurrent
-from ejkernel._drawing import log_log
+from ejkernel import _drawing, recurrent
 from ejkernel.bench.timing import Row, compare
 
 Arrays = dict[str, jax.Array]
@@ -91,7 +91,7 @@ def short() -> list[Row]:
 
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-CURVE = Path(__file__).parent / "results" / "linear_recurrence_by_length.svg"
+CURVE = Path(__file__).parent / "results" / "linear_recurrence_by_length.json"  # and its picture beside it
 
 
 def length() -> list[Row]:
@@ -109,13 +109,22 @@ def length() -> list[Row]:
     print("tokens   temporaries MB   as a share of T·K·V   lower + compile s")
     for tokens, size, took in zip(LENGTHS, megabytes, seconds, strict=True):
         print(f"{tokens:6d} {size:16.1f} {size * 1e6 / (tokens * 2 * 64 * 64 * 4):21.4f} {took:19.2f}")
-    CURVE.parent.mkdir(exist_ok=True)
-    curves = {
-        "time, ms": [(tokens, row.median_ms) for tokens, row in zip(LENGTHS, rows, strict=True)],
-        "temporaries, MB": list(zip(LENGTHS, megabytes, strict=True)),
+    found = {
+        "title": "Recurrence, forward + backward: H 2, K V 64",
+        "tokens": LENGTHS,
+        "time, ms": [float(f"{row.median_ms:.3g}") for row in rows],
+        "temporaries, MB": [float(f"{size:.3g}") for size in megabytes],
     }
-    CURVE.write_text(log_log("Recurrence, forward + backward: H 2, K V 64", "tokens", "ms or MB", curves))
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
+    CURVE.write_text(f"{{\n{lines}\n}}\n")
+    CURVE.with_suffix(".svg").write_text(draw(found))
     return rows
+
+
+def draw(found: dict[str, Any]) -> str:
+    """What `length` found, as a picture."""
+    curves = {name: list(zip(found["tokens"], found[name], strict=True)) for name in ("time, ms", "temporaries, MB")}
+    return _drawing.lines(found["title"], "tokens", "ms or MB", curves, log_x=True, log_y=True)
 
 
 def run() -> list[Row]:

@@ -28,7 +28,7 @@ def no_device() -> str | None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS asks for what is not installed
-        return str(error) or "see JAX_PLATFORMS"
+        return f"JAX has no device to run on: {str(error) or 'see JAX_PLATFORMS'}"
     return None
 
 

@@ -1,60 +1,64 @@
-"""Curves as SVG, without a plotting library."""
+"""Lines and bars as SVG, by matplotlib: the same letters for the same numbers, and legible on white and on black."""
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape, quoteattr
+from typing import Any
+from xml.sax.saxutils import quoteattr
 
-WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, BOTTOM, TITLE, LINE = 58, 20, 48, 28, 18  # pixels around the curves, and a line of the legend
-INSET = 12  # keeps what stands under the first and the last point inside
-LETTER, KEY = 6.6, 24  # about how wide a letter is, and what stands before a name in the legend
+LINE = 18  # pixels that a line of the legend takes
 # told apart, with the marks, by those who see fewer colours, and readable on white and on black
-COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#9b5de5", "#c08a00", "#00a3b4", "#d6469b", "#7f8c8d", "#8d6e4a", "#5c6bc0")
-MARKS = ("M-3-3h6v6h-6z", "M-4 0L0-4L4 0L0 4z", "M0-4L4 3H-4z", "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z")
-DARK = (
-    "<style>@media (prefers-color-scheme: dark) {"
-    " .paper { fill: #1e2129 } text { fill: #d8dae0 } .grid { stroke: #3a3f4b } }</style>"
+COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#9b5de5", "#b07d00", "#0097a7", "#d6469b", "#7f8c8d", "#a0703c", "#6b7be0")
+MARKS = "sD^o"
+# what a picture is drawn in, and what takes its place where the reader's screen is dark
+INK, GRID, PAPER = "#2f333b", "#dcdee3", "#ffffff"
+DARK = {INK: "#d8dae0", GRID: "#3a3f4b", PAPER: "#1e2129"}
+STYLE = "".join(
+    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+    for light, dark in DARK.items()
+    for what in ("fill", "stroke")
 )
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # words stay words
+    "svg.hashsalt": "ejkernel",  # names inside the file that do not change from run to run
+    "text.parse_math": False,  # a $ is a $
+    "font.size": 12,
+    "legend.title_fontsize": 14,
+    # the first comes with matplotlib, which sets with it; the others are what a reader without it may have
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Segoe UI", "Helvetica", "Arial"],
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "grid.color": GRID,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0.2,
+}
 
 Points = Sequence[tuple[float, float]]
 
 
-class _Axis:
-    """Maps values to pixels, linearly or by their logarithm."""
-
-    def __init__(self, values: Sequence[float], pixels: tuple[float, float], log: bool) -> None:
-        self.log, self.pixels = log, pixels
-        low, high = self._scaled(min(values)), self._scaled(max(values))
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        self.low, self.high = low, high
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.log else value
-
-    def widened(self) -> "_Axis":
-        """Down to zero, or out to powers of ten."""
-        if self.log:
-            self.low, self.high = math.floor(self.low), math.ceil(self.high)
-        else:
-            self.low = min(self.low, 0.0)
-        return self
-
-    def __call__(self, value: float) -> float:
-        start, end = self.pixels
-        return start + (self._scaled(value) - self.low) / (self.high - self.low) * (end - start)
-
-    def ticks(self) -> list[float]:
-        if self.log:
-            return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1)]
-        rough = (self.high - self.low) / 5
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step + 1e-9)
-        return [step * number for number in range(first, last + 1)]
+def missing() -> str | None:
+    """Why nothing can be drawn, or `None`."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        return f"drawing needs matplotlib, which ejkernel's extra `cli` installs ({error})"
+    return None
 
 
-def plot(
+def lines(
     title: str,
     x_label: str,
     y_label: str,
@@ -63,75 +67,166 @@ def plot(
     log_x: bool = False,
     log_y: bool = False,
     dots: bool = True,
-    size: tuple[int, int] = (WIDTH, HEIGHT),
+    size: tuple[int, int] = (640, 400),
     colours: Mapping[str, int] | None = None,
     dashed: Mapping[str, Points] | None = None,
-    x_marks: Mapping[float, str] | None = None,
-    themed: bool = False,
 ) -> str:
-    """An SVG picture of `curves` with a legend; a logarithmic x axis is marked at the points' own values.
+    """`curves` along an x axis of numbers; a logarithmic one is marked at the points' own values.
 
     `size` is that with a legend of one line. `colours` gives curves numbers of `COLOURS` so that a name looks the same
     in several pictures. `dashed` are more curves, each drawn like the one of its name but broken, and not in the legend
-    again. `x_marks` are words to put at places of the x axis. A `themed` picture, for a file of its own, is dark where
-    the reader's screen is.
+    again.
     """
-    width, height = size
     dashed = dashed or {}
     names = list(dict.fromkeys([*curves, *dashed]))
+    look = _looks(names, colours)
+    drawn: list[tuple[str, Points, Any]] = [(name, points, "-") for name, points in curves.items()]
+    drawn += [(name, points, (0, (4, 3))) for name, points in dashed.items()]
+    with _Picture(title, size) as picture:
+        axes = picture.axes
+        for name, points, style in drawn:
+            colour, mark = look[name]
+            xs, ys = zip(*points, strict=True) if points else ((), ())
+            axes.plot(xs, ys, color=colour, marker=mark if dots else "", linestyle=style, linewidth=2)
+        all_x = sorted({x for _, points, _ in drawn for x, _ in points})
+        if log_x:
+            axes.set_xscale("log")
+            axes.set_xticks(_apart(all_x), [_number(x) for x in _apart(all_x)])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_formatter(lambda x, _: _number(x))
+        picture.up_axis([y for _, points, _ in drawn for _, y in points], log_y)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        handles = [
+            picture.line([], [], color=look[name][0], marker=look[name][1] if dots else "", linewidth=2)
+            for name in names
+        ]
+        return picture.svg(handles, names)
+
+
+def bars(
+    title: str,
+    unit: str,
+    rows: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    flat: bool = False,
+    size: tuple[int, int] = (640, 400),
+    colours: Mapping[str, int] | None = None,
+) -> str:
+    """A bar for each of `series` in each of `rows`, on a logarithmic axis; `flat` ones have their names at left."""
+    look = _looks(list(series), colours)
+    values = [value for each in series.values() for value in each if value]
+    values.append(0.97 * min(values))  # a bar of no length would be none
+    with _Picture(title, size) as picture:
+        axes = picture.axes
+        low, _ = picture.across_axis(values) if flat else picture.up_axis(values, log=True)
+        thick = 0.84 / len(series)
+        handles = []
+        for number, (name, each) in enumerate(series.items()):
+            known = [(row, value) for row, value in enumerate(each) if value]
+            at = [row - 0.42 + (number + 0.5) * thick for row, _ in known]
+            # from where the axis begins: a logarithmic one has no zero
+            lengths = [value - low for _, value in known]
+            draw = axes.barh if flat else axes.bar
+            start = {"left": low} if flat else {"bottom": low}
+            draw(at, lengths, thick * 0.9, color=look[name][0], **start)
+            handles.append(picture.patch(color=look[name][0]))
+        if flat:
+            axes.set_yticks(range(len(rows)), rows)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.set_xlabel(unit)
+        else:
+            axes.set_xticks(range(len(rows)), rows)
+            axes.set_ylabel(unit)
+        return picture.svg(handles, list(series))
+
+
+class _Picture:
+    """A figure of matplotlib's, with its settings in force for as long as it is drawn."""
+
+    def __init__(self, title: str, size: tuple[int, int]) -> None:
+        import matplotlib
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        self.title, self.size, self.line, self.patch = title, size, Line2D, Patch
+        self.settings = matplotlib.rc_context()
+
+    def __enter__(self) -> "_Picture":
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        self.settings.__enter__()
+        matplotlib.rcdefaults()  # not what the reader likes for pictures of their own
+        matplotlib.rcParams.update(SETTINGS)
+        width, height = self.size
+        # at 72 dots an inch a point is a pixel
+        self.figure = Figure((width / 72, height / 72), dpi=72, layout="constrained")
+        self.axes: Any = self.figure.add_subplot()
+        self.axes.tick_params(length=0)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.settings.__exit__(*error)
+
+    def up_axis(self, values: Sequence[float], log: bool) -> tuple[float, float]:
+        """Makes the y axis hold `values`, and says from where to where it goes."""
+        self.axes.grid(axis="y")
+        if log:
+            return _logarithmic(self.axes.set_yscale, self.axes.yaxis, self.axes.set_ylim, values)
+        self.axes.set_ylim(bottom=min(0.0, *values))
+        self.axes.yaxis.set_major_formatter(lambda y, _: _number(y))
+        return self.axes.get_ylim()
+
+    def across_axis(self, values: Sequence[float]) -> tuple[float, float]:
+        self.axes.grid(axis="x")
+        return _logarithmic(self.axes.set_xscale, self.axes.xaxis, self.axes.set_xlim, values)
+
+    def svg(self, handles: Sequence[Any], names: Sequence[str]) -> str:
+        """The picture with a legend in as many columns as fit; a long one takes nothing away from what is drawn."""
+        width, height = self.size
+        for columns in range(min(len(names), width // 80), 0, -1):  # hardly a name takes less
+            look = {"title": self.title, "alignment": "left", "columnspacing": 1.2, "handlelength": 1.6}
+            legend = self.figure.legend(handles, names, loc="outside upper left", ncols=columns, **look)
+            if columns == 1 or legend.get_window_extent().width <= width - 8:
+                break
+            legend.remove()
+        rows = math.ceil(len(names) / columns)
+        height += LINE * (rows - 1)
+        self.figure.set_size_inches(width / 72, height / 72)
+        file = io.StringIO()
+        self.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        return _tidied(file.getvalue(), self.title, width, height)
+
+
+def _logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[float]) -> tuple[float, float]:
+    """From a power of ten to another."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+    set_scale("log")
+    axis.set_major_locator(LogLocator(numticks=9))
+    axis.set_major_formatter(lambda value, _: _number(value))
+    axis.set_minor_locator(LogLocator(numticks=1))
+    set_limits(10.0**low, 10.0**high)
+    return 10.0**low, 10.0**high
+
+
+def _looks(names: Sequence[str], colours: Mapping[str, int] | None) -> dict[str, tuple[str, str]]:
+    """Of each name its colour and its mark."""
     numbers = {name: (colours or {}).get(name, number) for number, name in enumerate(names)}
-    drawn = [(name, points, False) for name, points in curves.items() if points]
-    drawn += [(name, points, True) for name, points in dashed.items() if points]
-    legend, rows = _legend(names, numbers, width, dots)
-    height += LINE * (rows - 1)  # a long legend takes nothing away from the curves
-    xs = sorted({x for _, points, _ in drawn for x, _ in points})
-    across = _Axis([*xs, *(x_marks or {})], (LEFT + INSET, width - RIGHT - INSET), log_x)
-    up = _Axis([y for _, points, _ in drawn for _, y in points], (height - BOTTOM, TITLE + LINE * rows + 12), log_y)
-    up.widened()
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"',
-        f' role="img" aria-label={quoteattr(title)} font-family="system-ui, sans-serif" font-size="12">',
-        DARK if themed else "",
-        f'<rect class="paper" width="{width}" height="{height}" rx="4" fill="white"/>',
-        _text(width / 2, 20, title, more='font-size="14"'),
-        _text((LEFT + width - RIGHT) / 2, height - 12, x_label),
-        _text(14, height / 2, y_label, more=f'transform="rotate(-90 14 {height / 2})"'),
-        *legend,
-    ]
-    for value in up.ticks():
-        y = up(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{width - RIGHT}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, y + 4, _number(value), "end"))
-    marks = x_marks or {x: _number(x) for x in (xs if log_x else across.ticks())}
-    parts += [_text(across(x), height - BOTTOM + 18, words) for x, words in marks.items()]
-    for name, points, broken in drawn:
-        places = [(across(x), up(y)) for x, y in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        colour, dash = COLOURS[numbers[name] % len(COLOURS)], ' stroke-dasharray="5 4"' if broken else ""
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        if dots:
-            parts += [_mark(x, y, numbers[name]) for x, y in places]
-    return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
+    return {name: (COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]) for name, number in numbers.items()}
 
 
-def log_log(title: str, x_label: str, y_label: str, curves: Mapping[str, Points]) -> str:
-    """`plot` with both axes logarithmic."""
-    return plot(title, x_label, y_label, curves, log_x=True, log_y=True)
-
-
-def _legend(names: Sequence[str], numbers: Mapping[str, int], width: float, dots: bool) -> tuple[list[str], int]:
-    """Names from left to right in as many columns as fit, and the number of lines that takes."""
-    column = KEY + LETTER * max(map(len, names), default=0) + 8
-    columns = max(1, min(len(names), int((width - 2 * RIGHT + 8) // column)))
-    start = min(LEFT, width - RIGHT - columns * column)
-    parts = []
-    for place, name in enumerate(names):
-        x, y = start + place % columns * column, TITLE + 10 + place // columns * LINE
-        colour = COLOURS[numbers[name] % len(COLOURS)]
-        parts.append(f'<path d="M{x:.1f} {y}h18" stroke="{colour}" stroke-width="2"/>')
-        parts += [_mark(x + 9, y, numbers[name])] if dots else []
-        parts.append(_text(x + KEY, y + 4, name, "start"))
-    return parts, math.ceil(len(names) / columns)
+def _apart(xs: Sequence[float]) -> list[float]:
+    """Those of the sorted `xs` that are far enough from each other for words on a logarithmic axis."""
+    kept: list[float] = []
+    for x in xs:
+        if not kept or math.log(x / kept[-1]) >= math.log(xs[-1] / xs[0]) / 9:
+            kept.append(x)
+    return kept
 
 
 def _number(value: float) -> str:
@@ -139,10 +234,20 @@ def _number(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:g}"
 
 
-def _mark(x: float, y: float, number: int) -> str:
-    shape, colour = MARKS[number % len(MARKS)], COLOURS[number % len(COLOURS)]
-    return f'<path d="{shape}" transform="translate({x:.1f} {y:.1f})" fill="{colour}"/>'
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>'
+def _tidied(svg: str, title: str, width: int, height: int) -> str:
+    """For a file of its own or a page that holds several: in pixels, with a name, dark where the screen is."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # names that nothing refers to would stand more than once in a page
+    svg = re.sub(r' id="(?![mpC][0-9a-f]{6})[^"]*"', "", svg)
+    # to what can be seen: further digits may differ between machines
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d+", _rounded, " ".join(tag[0].split())), svg)
+    body = svg[svg.index(">") + 1 :]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label={quoteattr(title)}>\n'
+        f"<style>@media (prefers-color-scheme: dark) {{{STYLE}}}</style>{body.rstrip()}\n"
+    )

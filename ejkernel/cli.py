@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   ejkernel demo --resume     go on after Ctrl-C
 """
 NOT_INSTALLED = "not installed"
-PACKAGES = ("jax", "jaxlib", "numpy", "flax", "rich", "triton", "jax-triton")
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "matplotlib", "rich", "triton", "jax-triton")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def _report() -> Iterator[str]:
     yield from _other_project()
     yield "devices"
     if why := no_device():
-        yield f"  none that JAX can use: {why}"
+        yield f"  none; {why}"
         return
     yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
     yield "implementations, for a call of ordinary size"

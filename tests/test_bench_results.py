@@ -21,7 +21,12 @@ from ejkernel.bench.kinds import line
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "bench_cpu.json").read_text())
-DOCUMENT["rows"] = [row for row in DOCUMENT["rows"] if row["op"] == "attention" and row["tokens"] < 1024]
+# few pictures: each takes a tenth of a second
+DOCUMENT["rows"] = [
+    row
+    for row in DOCUMENT["rows"]
+    if (row["op"], row["direction"]) == ("attention", "forward") and row["tokens"] < 1024
+]
 
 
 def drawn(text, page="page.md"):
@@ -110,7 +115,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(60, 2000)
+@examples(50, 2000)
 @given(st.data())
 def test_a_changed_document_is_drawn_or_told(data):
     changed = copy.deepcopy(DOCUMENT)

@@ -31,7 +31,7 @@ def test_info_where_jax_finds_no_device(capsys, monkeypatch):
     monkeypatch.setattr(cli, "PACKAGES", ("jax", "a-package-of-no-name"))
     assert cli.main(["info"]) == 0
     printed = capsys.readouterr().out
-    assert printed.endswith("devices\n  none that JAX can use: no platform that is present\n")
+    assert printed.endswith("devices\n  none; JAX has no device to run on: no platform that is present\n")
     assert "  a-package-of-no-name not installed\n" in printed
 
 

@@ -1,20 +1,28 @@
 """The demo, shortened: it learns, stops and resumes exactly, and refuses checkpoints that are none."""
 
+import html
 import io
 import json
+import re
 import signal
 import sys
 from dataclasses import asdict, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from conftest import assert_close
 
 pytest.importorskip("flax.nnx")
 
+from flax import nnx
+
 from ejkernel.demo import __main__ as demo
-from ejkernel.demo import checkpoint, text, training
+from ejkernel.demo import checkpoint, generation, text, training
 from ejkernel.demo.progress import Progress
+from ejkernel.demo.softmax import OneQueryAttention
 
 SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
 
@@ -148,6 +156,44 @@ def test_progress_on_a_terminal(rich, monkeypatch):
     assert ("\x1b" in shown) == rich and ("step     3/3" in shown) != rich
 
 
+def test_the_softmax_that_it_is_held_against_is_softmax():
+    """Step by step from an empty cache, as one pass in float64 over all tokens."""
+    layer = OneQueryAttention(8, 2, nnx.Rngs(0))
+    tokens = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)
+    cache, outputs = layer.empty_cache(7), []
+    for t in range(5):
+        output, cache = layer(jnp.asarray(tokens[:, t : t + 1]), cache)
+        outputs.append(output)
+    query, key, value = (
+        (tokens @ np.asarray(each.kernel[...], np.float64)).reshape(1, 5, 2, 4)
+        for each in (layer.query, layer.key, layer.value)
+    )
+    mixed = oracle.flash_attention(query, key, value, causal=True)[0].reshape(1, 5, 8)
+    expected = mixed @ np.asarray(layer.out.kernel[...], np.float64)
+    assert_close(np.concatenate(outputs, 1), expected, 1e-6)
+    assert int(cache.position) == 5
+
+
+def test_costs_are_of_every_context():
+    parameters = training.build(SMALL)[1]
+    written, going = generation.generate(SMALL, parameters, b"\nAda: Bonn.\n", (80, 200))
+    assert len(written) == 192 and list(going) == [80, 200]
+    linear, softmax = generation.costs(going, generation.softmax(SMALL, (80, 200)), rounds=1)
+    # heads, key and value dims, bytes; and four tokens that queries, keys and values are made of
+    state = 2 * 8 * 8 * 4 + 4 * 16 * 4
+    assert [(each.context, each.state_bytes) for each in linear] == [(80, state), (200, state)]
+    caches = [2 * context * 16 * 4 + 4 for context in (80, 200)]  # keys and values, and how many there are
+    assert [(each.context, each.state_bytes) for each in softmax] == list(zip((80, 200), caches, strict=True))
+    assert all(each.milliseconds > 0 for each in linear + softmax)
+
+
+def test_without_matplotlib_it_says_so_before_it_trains(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert demo.main(["--out", str(tmp_path / "new")]) == 1
+    assert "drawing needs matplotlib, which ejkernel's extra `cli` installs" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     for name, value in {"NAMES": text.NAMES[:6], "PLACES": text.PLACES[:6], "PEOPLE": 4, "SENTENCES": (8, 24)}.items():
         monkeypatch.setattr(text, name, value)
@@ -157,6 +203,8 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     assert score.floor < score.loss < score.unigram / 4
     assert score.recall > 2 * score.chance
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert page.count("<svg") == 4 and not re.search(r"(?<!xmlns=\")(?<!xmlns:xlink=\")http", page)
+    assert "prefers-color-scheme: dark" in page
+    exec(html.unescape(re.search("<pre>(import.*?)</pre>", page, re.DOTALL)[1]), {})
     printed = capsys.readouterr().out
     assert "report.html" in printed and f"step   {settings.steps}/{settings.steps}" in printed and "\x1b" not in printed

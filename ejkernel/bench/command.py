@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from ejkernel import __version__
+from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
 from ejkernel.bench import ceilings, page, results
 from ejkernel.bench.kinds import DIRECTIONS, DTYPES
@@ -29,8 +30,8 @@ EXAMPLES = """examples:
   %(prog)s simple_gla --peer scan --json rows.json --plot page.html
   %(prog)s --from rows.json --plot page.html  draw again what was measured before
 
-exit codes: 0; 1 if a peer asked for is missing or an op fails; 2 for wrong use or files; 130 after Ctrl-C, with what
-was measured so far written as asked.
+exit codes: 0; 1 if a peer asked for or matplotlib is missing, or an op fails; 2 for wrong use or files; 130 after
+Ctrl-C, with what was measured so far written as asked.
 """
 
 
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel
     _add_arguments(parser)
     options = parser.parse_args(arguments)
     _check_names(parser, options)
+    if options.plot and (why := drawing.missing()):
+        print(f"--plot: {why}", file=sys.stderr)
+        return 1
     try:
         for path in (options.json, options.plot):
             if path is not None:
@@ -127,7 +131,7 @@ def _check_names(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 def _run(options: argparse.Namespace) -> int:
     if why := no_device():
-        print(f"JAX has no device to run on: {why}", file=sys.stderr)
+        print(why, file=sys.stderr)
         return 1
     names = PEERS if options.peer is None else [name for name in options.peer if name != "none"]
     missing = {name: reason for name in names if (reason := PEERS[name].missing())}

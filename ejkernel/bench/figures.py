@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ejkernel import _drawing as drawing
 from ejkernel.bench.document import Figure
@@ -19,7 +19,7 @@ WHO = {name: number for number, name in enumerate((OURS, "scan", "fla", "jax.nn"
 def times(machine: Machine, direction: str) -> Iterator[Figure]:
     """Our ops on one axis of length, where linear and softmax attention cross."""
     curves = {op: machine.curve(op, OURS, direction) for op in machine.ops}
-    yield from _figure(machine, f"time-{_slug(direction)}", f"Time, {direction}", "ms", curves, NUMBERS)
+    yield from _by_length(machine, f"time-{_slug(direction)}", f"Time, {direction}", "ms", curves, NUMBERS)
 
 
 def against_peers(machine: Machine, op: str) -> Iterator[Figure]:
@@ -27,7 +27,7 @@ def against_peers(machine: Machine, op: str) -> Iterator[Figure]:
         {who: machine.curve(op, who, direction) for who in (OURS, *machine.peers(op))}
         for direction in reversed(DIRECTIONS)
     )
-    yield from _figure(machine, f"peers-{op.replace('_', '-')}", op, "ms", whole, WHO, broken)
+    yield from _by_length(machine, f"peers-{op.replace('_', '-')}", op, "ms", whole, WHO, broken)
 
 
 def memory(machine: Machine, direction: str) -> Iterator[Figure]:
@@ -35,23 +35,24 @@ def memory(machine: Machine, direction: str) -> Iterator[Figure]:
     curves = {op: machine.megabytes(op, OURS, direction) for op in machine.ops}
     for who, op in (("scan", "recurrent_gla"), ("jax.nn", "flash_attention")):
         curves[who] = machine.megabytes(op, who, direction)
-    yield from _figure(machine, f"memory-{_slug(direction)}", f"Temporary memory, {direction}", "MB", curves, NUMBERS)
+    yield from _by_length(
+        machine, f"memory-{_slug(direction)}", f"Temporary memory, {direction}", "MB", curves, NUMBERS
+    )
 
 
 def errors(machine: Machine, dtypes: Sequence[str]) -> Iterator[Figure]:
     """Of our ops, by dtype."""
     for number, what in enumerate(("output", "gradients")):
-        curves: dict[str, Curve] = {op: [] for op in machine.ops}
-        for op, points in curves.items():
-            for place, dtype in enumerate(dtypes):
-                found = machine.errors(op, OURS, dtype)
-                error = found[number] if found else None
-                points += [(place, error)] if error else []
-        marks = {float(place): dtype for place, dtype in enumerate(dtypes)}
-        yield from _figure(machine, f"error-{what}", f"Error of the {what}", "relative", curves, NUMBERS, None, marks)
+        found = {op: [machine.errors(op, OURS, dtype) for dtype in dtypes] for op in machine.ops}
+        series = {op: [each[number] if each else None for each in row] for op, row in found.items()}
+        series = {op: row for op, row in series.items() if any(row)}
+        if series:
+            title = f"Error of the {what}"
+            svg = drawing.bars(title, "relative", dtypes, series, size=SIZE, colours=NUMBERS)
+            yield _named(machine, f"error-{what}", title, "relative", series, svg)
 
 
-def _figure(
+def _by_length(
     machine: Machine,
     name: str,
     title: str,
@@ -59,28 +60,18 @@ def _figure(
     curves: dict[str, Curve],
     colours: dict[str, int],
     broken: dict[str, Curve] | None = None,
-    marks: dict[float, str] | None = None,
 ) -> Iterator[Figure]:
-    """By tokens, or by what `marks` says of the x axis; nothing if there is nothing to draw."""
+    """Nothing if there is nothing to draw."""
     curves = {each: points for each, points in curves.items() if points}
     broken = {each: points for each, points in (broken or {}).items() if points}
-    if not curves and not broken:
-        return
-    svg = drawing.plot(
-        title,
-        "" if marks else "tokens",
-        unit,
-        curves,
-        log_x=marks is None,
-        log_y=True,
-        size=SIZE,
-        colours=colours,
-        dashed=broken,
-        x_marks=marks,
-        themed=True,
-    )
-    shown = ", ".join(dict.fromkeys((*curves, *broken)))
-    yield Figure(f"{machine.slug}-{name}", f"{title} on {machine.name}, {unit}: {shown}", svg)
+    if curves or broken:
+        both_log = {"log_x": True, "log_y": True}
+        svg = drawing.lines(title, "tokens", unit, curves, **both_log, size=SIZE, colours=colours, dashed=broken)
+        yield _named(machine, name, title, unit, dict.fromkeys((*curves, *broken)), svg)
+
+
+def _named(machine: Machine, name: str, title: str, unit: str, shown: Iterable[str], svg: str) -> Figure:
+    return Figure(f"{machine.slug}-{name}", f"{title} on {machine.name}, {unit}: {', '.join(shown)}", svg)
 
 
 def _slug(direction: str) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
 from ejkernel.demo import generation, report
 from ejkernel.demo.checkpoint import CheckpointError
@@ -45,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """What `main` does, from parsed arguments."""
-    if why := no_device():
-        print(f"JAX has no device to run on: {why}", file=sys.stderr)
+    if why := drawing.missing() or no_device():
+        print(why, file=sys.stderr)
         return 1
     path = options.out / "checkpoint.npz"
     try:
@@ -75,8 +76,8 @@ def show(settings: Settings, trained: Trained, out: Path, contexts: Sequence[int
     print(f"loss {score.loss:.3f} bits/byte; floor {score.floor:.3f}, byte frequencies {score.unigram:.3f}")
     print(f"recall {score.recall:.1%}; chance {score.chance:.1%}")
     prompt = generation.prompt(settings)
-    sample, linear = generation.generate(settings, trained.parameters, prompt, contexts)
-    softmax = generation.softmax_costs(settings, contexts)
+    sample, going = generation.generate(settings, trained.parameters, prompt, contexts)
+    linear, softmax = generation.costs(going, generation.softmax(settings, contexts))
     print("context   linear ms/byte     kB   softmax ms/byte       kB")
     for mine, its in zip(linear, softmax, strict=True):
         left = f"{mine.context:7d}   {mine.milliseconds:14.3f} {mine.state_bytes / 1e3:6.0f}"

@@ -10,18 +10,38 @@ from ejkernel.demo.generation import Cost
 from ejkernel.demo.training import Score, Settings
 
 STYLE = """
-:root { color-scheme: light }
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #6a6a6a; --line: #ddd; --box: #f6f6f6 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #d8dae0; --paper: #16181d; --faint: #989ca6; --line: #3a3f4b; --box: #1e2129 }
+}
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
-body { color: #222; background: #fff }
+body { color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.6rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 svg { display: block; width: 100%; max-width: 36rem; height: auto; box-sizing: border-box; margin: 1rem 0 }
-svg { border: 1px solid #ddd; border-radius: 4px }
+svg { border: 1px solid var(--line); border-radius: 4px }
 table { border-collapse: collapse } td { padding: .25rem 1.5rem .25rem 0; vertical-align: top }
 td + td { white-space: nowrap; padding-right: 0; text-align: right; font-variant-numeric: tabular-nums }
-tr + tr { border-top: 1px solid #eee }
-pre { background: #f6f6f6; padding: 1rem; overflow: auto; max-height: 24rem }
-.prompt { color: #767676 }
-@media (max-width: 36rem) { h1 { font-size: 1.35rem } }
+tr + tr { border-top: 1px solid var(--line) }
+pre { background: var(--box); padding: 1rem; overflow: auto; max-height: 24rem; border-radius: 4px }
+pre { font-size: 14px; line-height: 1.4 }
+.prompt { color: var(--faint) }
+@media (max-width: 36rem) { h1 { font-size: 1.35rem } pre { font-size: 12px } }
+"""
+# what a reader would write; a test runs it
+CODE = """\
+import jax.numpy as jnp
+from flax import nnx
+from ejkernel.layers import GatedLinearAttention
+
+layer = GatedLinearAttention({width}, heads={heads}, rngs=nnx.Rngs(0))
+
+# training: documents of any length in one stream
+stream = jnp.ones(({tokens}, {width}))
+output, _ = layer(stream, cu_seqlens=jnp.array([0, 300, {tokens}]))
+
+# generating: the prompt at once, then token by token
+output, state = layer(jnp.ones((1, 50, {width})))
+output, state = layer(jnp.ones((1, 1, {width})), state)
 """
 POINTS = 120  # a loss curve has no use for more
 SIZE = (480, 320)  # small enough that a phone need not shrink its words out of sight
@@ -55,6 +75,9 @@ def page(
 <h1>A byte-level language model with gated linear attention</h1>
 <p>{escape(model)}; trained for {escape(trained)}; {escape(where)}.</p>
 <table>{rows}</table>
+<h2>The layer</h2>
+<p>All that a model needs to know of it; inside it is one call of <code>ejkernel.recurrent_gla</code>.</p>
+<pre>{escape(code(settings))}</pre>
 <h2>Loss against the floor</h2>
 <p>Documents say where people are and ask for it later. All chance in them is drawn by the generator, so their entropy
 is known, and no model can get below it.</p>
@@ -63,15 +86,20 @@ is known, and no model can get below it.</p>
 <p>An answer counts if each of its bytes is the model's likeliest. Chance is a guess among the places told so far.</p>
 {_recall_plot(score)}
 <h2>The price of a byte</h2>
-<p>Generated one at a time. Linear attention carries a state of fixed size; softmax attention in a model of the same
-size reads a cache that grows with the context.</p>
-{_cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
-{_cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
+<p>Generated one at a time. Linear attention carries a state of fixed size. Softmax attention, in a model of the same
+size, reads a cache that grows with the context; it is written by hand for one sequence on a CPU, as two products with
+keys and values <code>[H, L, D]</code>, which is the fastest that we know of.</p>
+{cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
+{cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
 <h2>A sample</h2>
 <p>The grey part was given.</p>
 <pre>{text}</pre>
 </body></html>
 """
+
+
+def code(settings: Settings) -> str:
+    return CODE.format(width=settings.width, heads=settings.heads, tokens=settings.tokens)
 
 
 def _loss_plot(history: Sequence[tuple[float, float]], score: Score) -> str:
@@ -84,7 +112,7 @@ def _loss_plot(history: Sequence[tuple[float, float]], score: Score) -> str:
         "byte frequencies": [(x, score.unigram) for x in ends],
         "floor": [(x, score.floor) for x in ends],
     }
-    return drawing.plot("Training loss", "step", "bits per byte", curves, log_y=True, dots=False, size=SIZE)
+    return drawing.lines("Training loss", "step", "bits per byte", curves, log_y=True, dots=False, size=SIZE)
 
 
 def _recall_plot(score: Score) -> str:
@@ -93,17 +121,18 @@ def _recall_plot(score: Score) -> str:
         "chance": [(round(distance), chance) for distance, _, chance in score.by_distance],
     }
     across, up = "bytes since the place was last named", "share of answers"
-    return drawing.plot("Recall", across, up, curves, log_x=True, size=SIZE)
+    return drawing.lines("Recall", across, up, curves, log_x=True, size=SIZE)
 
 
-def _cost_plot(
+def cost_plot(
     title: str, unit: str, linear: Sequence[Cost], softmax: Sequence[Cost], cost: Callable[[Cost], float]
 ) -> str:
+    """Costs by context, of the two kinds of attention."""
     curves = {
         "gated linear attention": [(each.context, cost(each)) for each in linear],
         "softmax attention": [(each.context, cost(each)) for each in softmax],
     }
-    return drawing.plot(title, "bytes of context", unit, curves, log_x=True, log_y=True, size=SIZE)
+    return drawing.lines(title, "bytes of context", unit, curves, log_x=True, log_y=True, size=SIZE)
 
 
 def _readable(text: bytes) -> str:
