@@ -72,6 +72,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	@echo "installing into $(VENV), which takes about half a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[layers,cli]'
 	touch $@
 

@@ -15,7 +15,7 @@ import jax
 import benchmarks
 from ejkernel.bench.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "numerics"}
+NOT_BENCHMARKS = {"__main__", "numerics", "pictures"}
 
 
 def main() -> None:

@@ -1,9 +1,7 @@
 r"""The recurrence's Triton kernels on one NVIDIA GPU: times, memory floors and errors, checked on a slice of each row.
 
 python -m benchmarks.gpu_linear_recurrence --json benchmarks/results/linear_recurrence_h200.json \
-    [--svg FILE] [--fla] [row ...]
-python -m benchmarks.gpu_linear_recurrence --from benchmarks/results/linear_recurrence_h200.json \
-    --svg docs/linear_recurrence_gpu.svg
+    [--fla] [row ...]
 """
 
 import argparse
@@ -247,9 +245,9 @@ def launch_overhead() -> dict[str, float]:
     return {"triton": round(kernel * 1e3, 1), "xla": round(add * 1e3, 1)}
 
 
-def draw(rows: list[dict[str, Any]]) -> str:
+def draw(report: dict[str, Any]) -> str:
     """The rows with a bar, as a picture."""
-    rows = [row for row in rows if row.get("bar_ms")]
+    rows = [row for row in report["rows"] if row.get("bar_ms")]
     names = {"this library": "ms", "fla 0.6.0": "fla_ms", "memory floor": "floor_ms"}
     series = {name: [row[key] for row in rows] for name, key in names.items()}
     size = (640, 90 + 36 * len(rows))
@@ -298,13 +296,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the rows that have a bar")
-    parser.add_argument("--from", dest="saved", type=Path, metavar="FILE", help="draw these, measure nothing")
     parser.add_argument("--fla", action="store_true", help="time flash-linear-attention in the same run")
     arguments = parser.parse_args()
-    if arguments.saved:
-        arguments.svg.write_text(draw(json.loads(arguments.saved.read_text())["rows"]))
-        return
     import jax_triton
     import triton
 
@@ -333,8 +326,6 @@ def main() -> None:
         print(report["fla_ms"])
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if arguments.svg:
-        arguments.svg.write_text(draw(report["rows"]))
 
 
 if __name__ == "__main__":

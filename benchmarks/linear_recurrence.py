@@ -91,11 +91,11 @@ def short() -> list[Row]:
 
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-CURVE = Path(__file__).parent / "results" / "linear_recurrence_by_length.json"  # and its picture beside it
+CURVE = Path(__file__).parent / "results" / "linear_recurrence_by_length.json"
 
 
 def length() -> list[Row]:
-    """Forward + backward against length, drawn as a curve; ratios are to 1024 tokens, so linear means `T / 1024`."""
+    """Forward + backward against length, kept for a picture; ratios are to 1024 tokens, so linear means `T / 1024`."""
     inputs = {tokens: arrays(tokens, heads=2, dim=64) for tokens in LENGTHS}
     steps = {f"T {tokens}": with_gradient(recurrent, x) for tokens, x in inputs.items()}
     rows = compare("forward + backward by length, H 2 K V 64", steps, rounds=7)
@@ -117,12 +117,11 @@ def length() -> list[Row]:
     }
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
     CURVE.write_text(f"{{\n{lines}\n}}\n")
-    CURVE.with_suffix(".svg").write_text(draw(found))
     return rows
 
 
 def draw(found: dict[str, Any]) -> str:
-    """What `length` found, as a picture."""
+    """What `length` kept, as a picture."""
     curves = {name: list(zip(found["tokens"], found[name], strict=True)) for name in ("time, ms", "temporaries, MB")}
     return _drawing.lines(found["title"], "tokens", "ms or MB", curves, log_x=True, log_y=True)
 

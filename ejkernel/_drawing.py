@@ -87,7 +87,8 @@ def lines(
         for name, points, style in drawn:
             colour, mark = look[name]
             xs, ys = zip(*points, strict=True) if points else ((), ())
-            axes.plot(xs, ys, color=colour, marker=mark if dots else "", linestyle=style, linewidth=2)
+            # also over the edge: a mark at zero would be cut in two
+            axes.plot(xs, ys, color=colour, marker=mark if dots else "", linestyle=style, linewidth=2, clip_on=False)
         all_x = sorted({x for _, points, _ in drawn for x, _ in points})
         if log_x:
             axes.set_xscale("log")

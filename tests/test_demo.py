@@ -5,8 +5,10 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from ejkernel.demo import checkpoint, generation, text, training
 from ejkernel.demo.progress import Progress
 from ejkernel.demo.softmax import OneQueryAttention
 
+ROOT = Path(__file__).parent.parent
 SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
 
 
@@ -208,3 +211,10 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     exec(html.unescape(re.search("<pre>(import.*?)</pre>", page, re.DOTALL)[1]), {})
     printed = capsys.readouterr().out
     assert "report.html" in printed and f"step   {settings.steps}/{settings.steps}" in printed and "\x1b" not in printed
+
+
+def test_make_says_that_it_installs_before_it_does(tmp_path):
+    command = ["make", "--dry-run", "demo", f"VENV={tmp_path / 'venv'}"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    told, installed = (next(at for at, line in enumerate(lines) if part in line) for part in ("installing", "pip "))
+    assert told < installed

@@ -1,6 +1,5 @@
 """Pictures: well formed, numbers where they belong, told apart, legible on white and on black, and always the same."""
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import gpu_linear_recurrence, linear_recurrence
+from benchmarks import pictures
 from ejkernel import _drawing as drawing
 
 ROOT = Path(__file__).parent.parent
@@ -120,17 +119,7 @@ def test_the_same_numbers_give_the_same_letters(monkeypatch):
     assert picture() == first and matplotlib.rcParams["font.size"] == 30
 
 
-@pytest.mark.parametrize(
-    ("source", "made", "draw"),
-    [
-        ("linear_recurrence_by_length", "benchmarks/results/linear_recurrence_by_length.svg", linear_recurrence.draw),
-        (
-            "linear_recurrence_h200",
-            "docs/linear_recurrence_gpu.svg",
-            lambda found: gpu_linear_recurrence.draw(found["rows"]),
-        ),
-    ],
-)
-def test_the_committed_pictures_are_what_the_committed_numbers_give(source, made, draw):
-    found = json.loads((ROOT / "benchmarks" / "results" / f"{source}.json").read_text())
-    assert (ROOT / made).read_text(encoding="utf-8") == draw(found), f"{made} is not what {source}.json gives"
+@pytest.mark.parametrize("path", pictures.PICTURES)
+def test_the_committed_pictures_are_what_the_committed_numbers_give(path):
+    made = (ROOT / path).read_text(encoding="utf-8")
+    assert made == pictures.drawn(path), f"{path} is not what its numbers give; python -m benchmarks.pictures draws it"

@@ -17,14 +17,14 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
 body { color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.6rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-svg { display: block; width: 100%; max-width: 36rem; height: auto; box-sizing: border-box; margin: 1rem 0 }
+svg { display: block; width: 100%; max-width: 32rem; height: auto; box-sizing: border-box; margin: 1rem 0 }
 svg { border: 1px solid var(--line); border-radius: 4px }
 table { border-collapse: collapse } td { padding: .25rem 1.5rem .25rem 0; vertical-align: top }
 td + td { white-space: nowrap; padding-right: 0; text-align: right; font-variant-numeric: tabular-nums }
 tr + tr { border-top: 1px solid var(--line) }
 pre { background: var(--box); padding: 1rem; overflow: auto; max-height: 24rem; border-radius: 4px }
 pre { font-size: 14px; line-height: 1.4 }
-.prompt { color: var(--faint) }
+code { white-space: nowrap } .prompt { color: var(--faint) }
 @media (max-width: 36rem) { h1 { font-size: 1.35rem } pre { font-size: 12px } }
 """
 # what a reader would write; a test runs it
@@ -44,7 +44,7 @@ output, state = layer(jnp.ones((1, 50, {width})))
 output, state = layer(jnp.ones((1, 1, {width})), state)
 """
 POINTS = 120  # a loss curve has no use for more
-SIZE = (480, 320)  # small enough that a phone need not shrink its words out of sight
+SIZE = (420, 290)  # small enough that a phone need not shrink its words out of sight
 
 
 def page(

@@ -1,0 +1,31 @@
+"""`python -m benchmarks.pictures`: draws the pictures that are committed, from the numbers that are committed.
+
+`ejkernel bench --from` makes docs/benchmarks.md and its pictures; the page says how.
+"""
+
+import json
+from pathlib import Path
+
+from benchmarks import gpu_linear_recurrence, linear_recurrence, time_for_a_byte
+
+ROOT = Path(__file__).parent.parent
+PICTURES = {
+    "docs/assets/time_for_a_byte.svg": ("time_for_a_byte.json", time_for_a_byte.draw),
+    "docs/linear_recurrence_gpu.svg": ("linear_recurrence_h200.json", gpu_linear_recurrence.draw),
+    "benchmarks/results/linear_recurrence_by_length.svg": (
+        "linear_recurrence_by_length.json",
+        linear_recurrence.draw,
+    ),
+}
+
+
+def drawn(path: str) -> str:
+    """The picture that belongs at `path`."""
+    source, draw = PICTURES[path]
+    return draw(json.loads((ROOT / "benchmarks" / "results" / source).read_text()))
+
+
+if __name__ == "__main__":
+    for path in PICTURES:
+        (ROOT / path).write_text(drawn(path), encoding="utf-8")
+        print(f"wrote {path}")
