@@ -189,5 +189,5 @@ def test_windows_of_other_libraries(name):
     mask = sees(np.arange(S)[:, None], np.arange(L), S, L)
     weights = np.where(mask, np.exp(np.einsum("bqhd,bkhd->bhqk", q, k) * K**-0.5), 0)
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    found = ejkernel.flash_attention(*map(np.float32, (q, k, v)), dtype=None, **options)
+    found = ejkernel.flash_attention(*map(np.float32, (q, k, v)), **options)
     assert_close(found, np.einsum("bhqk,bkhd->bqhd", weights, v), 1e-5)

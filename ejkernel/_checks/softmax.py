@@ -38,7 +38,8 @@ def query_offset(offset: Any, rows: int) -> jax.Array | None:
 
 def _within_int32(x: Any, numpy: Any) -> Any:
     limits = np.iinfo(x.dtype)
-    return numpy.clip(x, max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1))
+    # NumPy makes a number of an array without dimensions
+    return numpy.asarray(numpy.clip(x, max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)))
 
 
 def attention_mask(dims: Dims, mask: Any) -> jax.Array:
