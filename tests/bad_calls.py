@@ -46,6 +46,7 @@ X, ROW = ones(2, 6, 4, 8), ones(6, 4, 8)
 QKV = {"query": X, "key": X, "value": X}
 NAN, INF = float("nan"), float("inf")
 CU = np.array([0, 3, 6], np.int32)
+TINY, EXPECTED = np.dtype(jnp.float8_e4m3fn), "expected bfloat16, float16, float32 or float64"
 
 
 def packed(cu: Any, **changes: Any) -> dict[str, Any]:
@@ -71,6 +72,8 @@ LINEAR = [
     ({"query": ones(4, 8)}, ValueError, r"query: got shape \(4, 8\)"),
     ({"query": None}, TypeError, "query: got NoneType; expected an array"),
     ({"query": X.astype(np.int32)}, TypeError, "query: got dtype int32; expected a floating-point"),
+    ({"query": X.astype(TINY)}, TypeError, f"query: got dtype float8_e4m3fn; {EXPECTED}"),
+    ({"value": X.astype(TINY)}, TypeError, f"value: got dtype float8_e4m3fn; {EXPECTED}"),
     ({"key": X[:, :5]}, ValueError, r"key: got shape \(2, 5, 4, 8\); expected .* T=6"),
     ({"key": X[:, :, :3], "value": X[:, :, :3]}, ValueError, "key: got 3 heads; expected a divisor of .* 4"),
     ({"value": X[:1]}, ValueError, r"value: got shape .* B=2"),
@@ -151,6 +154,10 @@ WINDOW = [
     ({"logits_soft_cap": INF}, ValueError, "logits_soft_cap: got inf; expected a finite number"),
     ({"logits_soft_cap": Traced(1.0)}, TypeError, "logits_soft_cap: got a traced value"),
     ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
+    ({"dtype": TINY}, TypeError, f"dtype: got float8_e4m3fn; {EXPECTED}"),
+    ({"softmax_dtype": "float8_e5m2"}, TypeError, f"softmax_dtype: got float8_e5m2; {EXPECTED}"),
+    ({"query": X.astype(TINY)}, TypeError, f"query: got dtype float8_e4m3fn; {EXPECTED}"),
+    ({"softmax_aux": ones(2, dtype=TINY)}, TypeError, f"softmax_aux: got dtype float8_e4m3fn; {EXPECTED}"),
     ({"softmax_dtype": "what"}, TypeError, "softmax_dtype: got 'what'; expected a floating-point dtype"),
 ]
 ATTENTION = [
@@ -227,6 +234,7 @@ SUM = [
     ({"reverse": Traced(True)}, TypeError, "reverse: got a traced value; expected True or False"),
     ({"head_first": "no"}, TypeError, "head_first: got str; expected True or False"),
     ({"output_dtype": int}, TypeError, "output_dtype: got int64; expected a floating"),
+    ({"output_dtype": TINY}, TypeError, f"output_dtype: got float8_e4m3fn; {EXPECTED}"),
     ({"output_dtype": "what"}, TypeError, "output_dtype: got 'what'; expected a floating"),
 ]
 CHUNK = [
@@ -240,6 +248,7 @@ LOCAL = [
     *SUM,
     *CHUNK,
     ({"g": G[0]}, ValueError, r"g: got shape \(6, 3\); expected \[B, T, H\] or \[B, T, H, S\]"),
+    ({"g": G.astype(TINY)}, TypeError, f"g: got dtype float8_e4m3fn; {EXPECTED}"),
     ({"g": G.astype(int)}, TypeError, "g: got dtype int.*; expected a floating-point dtype"),
     ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
     ({"cu_seqlens": Traced(CU)}, ValueError, "cu_seqlens: got a batch of 2; expected batch 1"),
@@ -256,6 +265,7 @@ GLOBAL = [
         ValueError,
         r"s: got shape \(1, 1, 2, 6, 3\); expected \[B, H, T\] or \[B, H, T, S\]",
     ),
+    ({"s": G.astype(TINY)}, TypeError, f"s: got dtype float8_e4m3fn; {EXPECTED}"),
     ({"s": G > 0}, TypeError, "s: got dtype bool; expected a floating-point dtype"),
     ({"s": G + 1j}, TypeError, "s: got dtype complex64; expected a floating-point dtype"),
     ({"s": [[[1.0]]]}, TypeError, "s: got list; expected an array"),
@@ -434,6 +444,7 @@ OPS = {
         {"dtype": np.float16},
         [
             ({"dtype": jnp.int32}, TypeError, "dtype: got int32; expected a floating-point dtype"),
+            ({"dtype": TINY}, TypeError, f"dtype: got float8_e4m3fn; {EXPECTED}"),
             ({"dtype": "what"}, TypeError, "dtype: got 'what'; expected a floating-point dtype"),
             ({"dtype": None}, TypeError, "dtype: got None; expected a floating-point dtype"),
         ],
@@ -515,13 +526,14 @@ def layer_ops() -> dict[str, Op]:
     def softmax(x, cache=None, cu_seqlens=None, width=8, heads=2, kv_heads=None):
         return layers.MultiHeadAttention(width, heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))(x, cache, cu_seqlens)
 
-    def empty_cache(batch, capacity):
-        return layers.MultiHeadAttention(8, 2, rngs=nnx.Rngs(0)).empty_cache(batch, capacity)
+    def empty_cache(batch, capacity, heads=2, **options):
+        return layers.MultiHeadAttention(8, heads, rngs=nnx.Rngs(0)).empty_cache(batch, capacity, **options)
 
     x = ones(2, 3, 8)
     inputs = [
         ({"x": [1.0]}, TypeError, "x: got list; expected an array"),
         ({"x": x.astype(int)}, TypeError, "x: got dtype int"),
+        ({"x": x.astype(TINY)}, TypeError, f"x: got dtype float8_e4m3fn; {EXPECTED}"),
         ({"x": ones(2, 3, 7)}, ValueError, r"x: got shape \(2, 3, 7\); expected \[B, T, width\] with width=8"),
         ({"x": x[0]}, ValueError, r"x: got shape \(3, 8\); expected \[B, T, width\]"),
         ({"cu_seqlens": np.array([0, 3])}, ValueError, r"x: got shape \(2, 3, 8\); expected \[1, T, width\]"),
@@ -537,7 +549,8 @@ def layer_ops() -> dict[str, Op]:
         ({"heads": True}, ValueError, "heads: got True; expected an int of at least 1"),
         ({"width": -8}, ValueError, "width: got -8; expected an int of at least 1"),
     ]
-    cache = empty_cache(2, 2)
+    cache, roomy = empty_cache(2, 2), empty_cache(2, 9)
+    _, state = gated(x)
     rows = {
         "GatedLinearAttention": [
             ({"key_width": 9}, ValueError, "key_width: got 9; expected a multiple of the 2 heads"),
@@ -547,15 +560,52 @@ def layer_ops() -> dict[str, Op]:
             ({"memory": (0, 8)}, ValueError, "memory: got 0.0; expected a number above 0"),
             ({"memory": 8}, ValueError, r"memory: got 8; expected \(shortest, longest\), in tokens"),
             ({"state": ones(2, 2, 4, 4)}, TypeError, "state: got ndarray; expected the GatedState of an earlier call"),
+            (
+                {"state": state, "x": ones(3, 1, 8)},
+                ValueError,
+                r"state.recent: got shape \(2, 4, 8\); expected \[B, window, width\] with B=3, window=4, width=8",
+            ),
+            ({"state": state, "window": 3}, ValueError, r"state.recent: got shape \(2, 4, 8\); .* window=3"),
+            ({"state": state, "heads": 4}, ValueError, r"state.memory: got shape \(2, 2, 4, 4\); expected .* H=4, K=2"),
+            (
+                {"state": state, "x": x[0], "cu_seqlens": [0, 1, 2, 3]},
+                ValueError,
+                r"state.recent: got shape \(2, 4, 8\); expected \[N, window, width\] with N=3",
+            ),
+            ({"state": state._replace(memory=None)}, TypeError, "state.memory: got NoneType; expected an array"),
         ],
-        "Retention": [({"state": ones(3, 2, 4, 4)}, ValueError, "initial_state: got shape .* B=2")],
+        "Retention": [
+            (
+                {"state": ones(3, 2, 4, 4)},
+                ValueError,
+                r"state: got shape \(3, 2, 4, 4\); expected \[B, H, K, V\] .* B=2",
+            ),
+            ({"state": state}, TypeError, "state: got GatedState; expected an array"),
+            ({"state": ones(2, 2, 4, 4), "x": x[0], "cu_seqlens": [0]}, ValueError, "state: got shape .* with N=0"),
+        ],
         "MultiHeadAttention": [
             ({"kv_heads": 3}, ValueError, "kv_heads: got 3; expected a divisor of the 2 heads"),
             ({"kv_heads": 0}, ValueError, "kv_heads: got 0; expected an int of at least 1"),
             ({"width": 6, "x": ones(2, 3, 6)}, ValueError, "width: got 6; expected an even width per head"),
             ({"cache": 3}, TypeError, "cache: got int; expected what empty_cache"),
             ({"cache": cache}, ValueError, "x: got 3 tokens; expected at most the 2 that the cache has room for"),
-            ({"cache": cache, "x": x[:1, :1]}, ValueError, "cache: got one for 2 sequences; expected one for the 1"),
+            (
+                {"cache": cache, "x": x[:1, :1]},
+                ValueError,
+                r"cache.key: got shape \(2, 2, 2, 4\); expected .* with B=1",
+            ),
+            (
+                {"cache": empty_cache(2, 9, heads=4)},
+                ValueError,
+                r"cache.key: got shape \(2, 9, 4, 2\); expected \[B, capacity, Hkv, K\] with B=2, Hkv=2, K=4",
+            ),
+            ({"cache": roomy._replace(value=cache.value)}, ValueError, "cache.value: got shape .* capacity=9"),
+            (
+                {"cache": roomy._replace(position=ones(2))},
+                TypeError,
+                "cache.position: got dtype float32; expected an int",
+            ),
+            ({"cache": roomy._replace(position=0)}, TypeError, "cache.position: got int; expected an array"),
             (
                 {"cache": cache, "x": x[0], "cu_seqlens": np.array([0, 3])},
                 ValueError,
@@ -565,10 +615,12 @@ def layer_ops() -> dict[str, Op]:
         "empty_cache": [
             ({"batch": 0}, ValueError, "batch: got 0; expected an int of at least 1"),
             ({"capacity": -1}, ValueError, "capacity: got -1; expected an int of at least 1"),
+            ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
+            ({"dtype": TINY}, TypeError, f"dtype: got float8_e4m3fn; {EXPECTED}"),
         ],
     }
     calls = {"GatedLinearAttention": gated, "Retention": retention, "MultiHeadAttention": softmax}
-    more = ("key_width", "value_width", "window", "gate_rank", "memory", "initial_state")
+    more = ("key_width", "value_width", "window", "gate_rank", "memory")
     found = {
         f"layers.{name}": Op(
             call, {"x": x}, [*inputs, *sizes, *rows[name]], (*inspect.signature(call).parameters, *more)
@@ -576,7 +628,8 @@ def layer_ops() -> dict[str, Op]:
         for name, call in calls.items()
     }
     found["layers.LightningAttention"] = Op(lightning, {"x": x}, LAYER_NUMBER[:7])
-    found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"])
+    names = ("batch", "capacity", "dtype")
+    found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"], names)
     return found
 
 

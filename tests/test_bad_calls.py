@@ -34,6 +34,7 @@ def test_raises_and_names_the_argument(name, changes, error, message):
     with pytest.raises(error, match=f"^(?:{message})") as caught:
         invoke(op, arguments)
     argument = str(caught.value).split(":")[0].removesuffix("()")
+    argument = argument if argument in op.names() else argument.split(".")[0]  # or a part of it
     assert argument in op.names(), f"{argument} is no argument of {name}"
     for key, each in data.items():
         np.testing.assert_array_equal(each, before[key])

@@ -16,6 +16,7 @@ from ejkernel._checks import Dims
 X = np.ones((2, 6, 4, 8), np.float32)
 ROW = X[0]
 KEY = jax.random.key(0)
+TINY = [np.dtype(each) for each in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn)]
 CPU_MESH = jax.sharding.AbstractMesh((2, 3), ("x", "y"))
 
 
@@ -45,6 +46,14 @@ REFUSED = [
         "a: got dtype timedelta64[s]; expected an array of numbers",
     ),
     (lambda: _checks.floating("a", np.arange(3)), TypeError, "a: got dtype int32; expected a floating-point dtype"),
+    *(
+        (
+            lambda dtype=dtype: _checks.floating("a", np.ones(3, dtype)),
+            TypeError,
+            f"a: got dtype {dtype}; expected bfloat16, float16, float32 or float64",
+        )
+        for dtype in TINY
+    ),
     (lambda: _checks.scalar("a", np.ones(2)), ValueError, "a: got shape (2,); expected one number"),
     (
         lambda: _checks.unbatched("key", X),
@@ -202,6 +211,14 @@ REFUSED = [
     (lambda: _checks.integer_dtype("d", float), TypeError, "d: got float64; expected an integer dtype"),
     (lambda: _checks.integer_dtype("d", "no"), TypeError, "d: got 'no'; expected an integer dtype"),
     (lambda: _checks.floating_dtype("d", int), TypeError, "d: got int64; expected a floating-point dtype"),
+    *(
+        (
+            lambda dtype=dtype: _checks.floating_dtype("d", dtype),
+            TypeError,
+            f"d: got {dtype}; expected bfloat16, float16, float32 or float64",
+        )
+        for dtype in TINY
+    ),
     (lambda: _checks.floating_dtype("d", None), TypeError, "d: got None; expected a floating-point dtype"),
     (lambda: _checks.token_mask("all"), TypeError, "mask: got str; expected an array"),
     (lambda: _checks.token_mask(np.ones((1, 2))), TypeError, "mask: got dtype float32; expected bool"),
@@ -434,7 +451,7 @@ REFUSED = [
         ValueError,
         "query: got shape (4, 8); expected [B, T, H, K], or [T, H, K] with cu_seqlens",
     ),
-    (lambda: _checks.layer_input(3, 8, None), TypeError, "x: got int; expected an array"),
+    (lambda: _checks.layer_input(Dims(width=8), 3, None), TypeError, "x: got int; expected an array"),
     *(
         (
             lambda shape=shape: _checks.heads(np.ones(shape)),
@@ -449,19 +466,40 @@ REFUSED = [
         "g: got shape (2, 6, 4, 8); expected (2, 6, 4), one number for each token and head of query",
     ),
     (
-        lambda: _checks.layer_input(ROW[0], 8, None),
+        lambda: _checks.layer_input(Dims(width=8), ROW[0], None),
         ValueError,
         "x: got shape (4, 8); expected [B, T, width] with width=8",
     ),
     (
-        lambda: _checks.layer_input(ROW, 8, [0, 4]),
+        lambda: _checks.layer_input(Dims(width=8), ROW, [0, 4]),
         ValueError,
         "x: got shape (6, 4, 8); expected [1, T, width] with width=8",
     ),
     (
-        lambda: _checks.layer_input(ROW[0], 8, [0, 5]),
+        lambda: _checks.layer_input(Dims(width=8), ROW[0], [0, 5]),
         ValueError,
         "cu_seqlens: got last value 5; expected at most the 4 tokens there are",
+    ),
+    (
+        lambda: _checks.carried(Dims(B=3, H=2), "state", X, "H K V"),
+        ValueError,
+        "state: got shape (2, 6, 4, 8); expected [B, H, K, V] with B=3, H=2",
+    ),
+    (
+        lambda: _checks.carried(Dims(N=3, B=2), "state", X, "H K V"),
+        ValueError,
+        "state: got shape (2, 6, 4, 8); expected [N, H, K, V] with N=3",
+    ),
+    (lambda: _checks.carried(Dims(), "state", None, "H"), TypeError, "state: got NoneType; expected an array"),
+    (
+        lambda: _checks.cache_position(Dims(B=3), np.arange(2)),
+        ValueError,
+        "cache.position: got shape (2,); expected [B] with B=3",
+    ),
+    (
+        lambda: _checks.cache_position(Dims(B=3), np.ones(3)),
+        TypeError,
+        "cache.position: got dtype float32; expected an integer dtype",
     ),
     # meshes
     (
@@ -690,9 +728,13 @@ def test_layer_numbers(number):
 
 def test_layer_input():
     for x, borders in ((ROW, None), (ROW[0], [0, 4]), (ROW[:1], [0, 1, 4])):
-        found, cu = _checks.layer_input(x, 8, borders)
+        sizes = Dims(width=8)
+        found, cu = _checks.layer_input(sizes, x, borders)
         assert found.shape == x.shape
-        assert cu is None if borders is None else cu.tolist() == borders
+        if borders is None:
+            assert cu is None and sizes["B"] == len(x)
+        else:
+            assert cu.tolist() == borders and sizes["N"] == len(borders) - 1
 
 
 def test_time_series_layouts():

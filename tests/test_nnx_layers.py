@@ -64,6 +64,60 @@ def test_packed_is_separate(run, x):
         start += length
 
 
+def test_padding_has_no_effect(layer, x):
+    """Whatever is in it and comes back to it: what comes out and all gradients are those of the stream without it."""
+    graph, parameters = nnx.split(layer)
+    cu_seqlens = jnp.cumsum(jnp.array([0, *LENGTHS]))
+    stream, weights = x[0, :8], x[1, :8]
+
+    def run(parameters, stream):
+        return nnx.merge(graph, parameters)(stream, None, cu_seqlens)[0]
+
+    @jax.jit
+    def value_and_gradients(stream, weights):
+        value, pull = jax.vjp(run, parameters, stream)
+        return value, *pull(weights)
+
+    wanted = value_and_gradients(stream, weights)
+    for filler in (jnp.nan, jnp.inf):
+        padding = jnp.full((2, WIDTH), filler)
+        value, of_parameters, of_stream = value_and_gradients(
+            *(jnp.concatenate([a, padding]) for a in (stream, weights))
+        )
+        for found, expected in zip(
+            jax.tree.leaves((value[:8], of_parameters, of_stream[:8])), jax.tree.leaves(wanted), strict=True
+        ):
+            assert_close(found, expected, 1e-6)
+        assert not value[8:].any() and not of_stream[8:].any()
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)], ids=["no tokens", "no rows"])
+def test_nothing_to_do(layer, shape):
+    state = None
+    if isinstance(layer, layers.MultiHeadAttention):
+        if shape[0]:
+            state = layer.empty_cache(shape[0], TOKENS)
+    else:
+        state = jax.tree.map(jnp.ones_like, layer(jnp.ones((shape[0], 1, WIDTH)))[1])
+    for carried in (None, state):
+        output, after = layer(jnp.ones((*shape, WIDTH)), carried)
+        assert output.shape == (*shape, WIDTH)
+        if carried is not None:
+            jax.tree.map(np.testing.assert_array_equal, after, carried)
+
+
+@pytest.mark.parametrize("tokens, borders", [(0, [0]), (0, [0, 0, 0]), (3, [0]), (3, [0, 0, 0])])
+def test_nothing_packed(layer, tokens, borders):
+    """No sequences, or empty ones, which keep their states; all tokens are padding."""
+    state = None
+    if not isinstance(layer, layers.MultiHeadAttention):
+        state = jax.tree.map(jnp.ones_like, layer(jnp.ones((len(borders) - 1, 1, WIDTH)))[1])
+    for x in (jnp.ones((tokens, WIDTH)), jnp.ones((1, tokens, WIDTH))):
+        output, after = layer(x, state, borders)
+        np.testing.assert_array_equal(output, jnp.zeros(x.shape))
+        jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
 def test_packed_sequences_continue(layer, run, x):
     if isinstance(layer, layers.MultiHeadAttention):
         pytest.skip("a packed stream has no cache")

@@ -8,6 +8,8 @@ from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mes
 from ejkernel._checks.packing import cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
 from ejkernel._checks.recurrence import (
     LinearAttention,
+    cache_position,
+    carried,
     gate_per_head,
     heads,
     layer_input,
@@ -47,6 +49,8 @@ __all__ = [
     "axis",
     "block_sizes",
     "bound_axis",
+    "cache_position",
+    "carried",
     "cu_seqlens",
     "divisible_time",
     "dropout",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._checks.values import real
+from ejkernel._checks.values import precision, real
 from ejkernel._checks.wording import Dims, fail
 
 
@@ -23,8 +23,7 @@ def array(argument: str, x: Any) -> jax.Array:
 def floating(argument: str, x: Any) -> jax.Array:
     """`x` as a JAX array of a floating-point dtype."""
     x = array(argument, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{argument}: got dtype {x.dtype}; expected a floating-point dtype")
+    precision(argument, x.dtype, f"dtype {x.dtype}")
     return x
 
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._checks.arrays import array, floating, grouped_heads
@@ -99,8 +100,29 @@ def layer_number(x: Any) -> jax.Array:
     return x
 
 
-def layer_input(x: Any, width: int, borders: Any) -> tuple[jax.Array, jax.Array | None]:
-    """`x`, the tokens that a layer of that width takes, and `borders`, its `cu_seqlens`."""
+def layer_input(dims: Dims, x: Any, borders: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The tokens that a layer takes, and its `cu_seqlens`; `dims` knows the `width` and learns `B` or `N`."""
     x = floating("x", x)
-    Dims(width=width).match("x", x, *(("B T width",) if borders is None else ("T width", "1 T width")))
-    return x, None if borders is None else cu_seqlens(borders, x.shape[-2])
+    if borders is None:
+        dims.match("x", x, "B T width")
+        return x, None
+    dims.match("x", x, "T width", "1 T width")
+    borders = cu_seqlens(borders, x.shape[-2])
+    dims.sizes["N"] = borders.shape[0] - 1
+    return x, borders
+
+
+def carried(dims: Dims, argument: str, x: Any, pattern: str) -> jax.Array:
+    """`x`, a part of what a layer hands from call to call: an array for each of `B` rows or `N` packed sequences."""
+    x = floating(argument, x)
+    dims.match(argument, x, f"{'N' if 'N' in dims.sizes else 'B'} {pattern}")
+    return x
+
+
+def cache_position(dims: Dims, position: Any) -> jax.Array:
+    """`position`, where the next token of each row goes."""
+    position = array("cache.position", position)
+    if not jnp.issubdtype(position.dtype, jnp.integer):
+        raise TypeError(f"cache.position: got dtype {position.dtype}; expected an integer dtype")
+    dims.match("cache.position", position, "B")
+    return position

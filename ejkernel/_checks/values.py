@@ -60,9 +60,16 @@ def flag(argument: str, x: Any) -> bool:
 def floating_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype` as a floating-point NumPy dtype."""
     found = _dtype(argument, dtype, "a floating-point dtype")
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"{argument}: got {found}; expected a floating-point dtype")
+    precision(argument, found, str(found))
     return found
+
+
+def precision(argument: str, dtype: np.dtype, got: str) -> None:
+    """A floating-point dtype that all ops take; those of 8 bits and less promote to nothing."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{argument}: got {got}; expected a floating-point dtype")
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        raise TypeError(f"{argument}: got {got}; expected bfloat16, float16, float32 or float64")
 
 
 def integer_dtype(argument: str, dtype: Any) -> np.dtype:

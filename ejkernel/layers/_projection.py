@@ -25,11 +25,11 @@ def _linear(rows: int, columns: int, partition: tuple[str | None, ...], rngs: nn
 
 
 def split(x: jax.Array, heads: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], heads, -1)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def merge(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def per_head(name: str, width: int, heads: int) -> int:

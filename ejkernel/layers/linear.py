@@ -8,6 +8,7 @@ from flax import nnx
 
 from ejkernel import _checks
 from ejkernel.layers._lags import lagged
+from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import into_heads, merge, out_of_heads, per_head, split
 from ejkernel.linear_attention import Result, lightning_attn, recurrent_gla, retention
 
@@ -39,15 +40,23 @@ class _LinearAttention(nnx.Module):
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             state: `[B, H, K, V]`, packed `[N, H, K, V]`, from an earlier call that this one continues; `None` starts
                 from nothing.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
+                gradient, no effect.
         """
-        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
+        dims, x, cu_seqlens = self.check(x, cu_seqlens)
+        if state is not None:
+            state = _checks.carried(dims, "state", state, "H K V")
         query, key, value = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         output, state = self.attend(x, query, key, value, initial_state=state, cu_seqlens=cu_seqlens)
-        return self.finish(x, output), state
+        return self.finish(x, output, cu_seqlens), state
 
-    def finish(self, x: jax.Array, output: jax.Array) -> jax.Array:
-        return self.out(merge(self.norm(output)) * jax.nn.silu(self.output_gate(x)))
+    def check(self, x: Any, cu_seqlens: Any) -> tuple[_checks.Dims, jax.Array, jax.Array | None]:
+        dims = _checks.Dims(width=self.width, H=self.heads, K=self.key_dim, V=self.value_dim)
+        x, cu_seqlens = _checks.layer_input(dims, x, cu_seqlens)
+        return dims, without_padding(x, cu_seqlens), cu_seqlens
+
+    def finish(self, x: jax.Array, output: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+        return without_padding(self.out(merge(self.norm(output)) * jax.nn.silu(self.output_gate(x))), cu_seqlens)
 
     def attend(self, x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
         raise NotImplementedError
@@ -132,12 +141,17 @@ class GatedLinearAttention(_LinearAttention):
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             state: From an earlier call that this one continues; `None` starts from nothing.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
+                gradient, no effect.
         """
-        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
-        if state is not None and not isinstance(state, GatedState):
-            raise TypeError(f"state: got {type(state).__name__}; expected the GatedState of an earlier call")
-        recent, memory = (None, None) if state is None else state
+        dims, x, cu_seqlens = self.check(x, cu_seqlens)
+        recent, memory = None, None
+        if state is not None:
+            if not isinstance(state, GatedState):
+                raise TypeError(f"state: got {type(state).__name__}; expected the GatedState of an earlier call")
+            dims.sizes["window"] = self.window
+            recent = _checks.carried(dims, "state.recent", state.recent, "window width")
+            memory = _checks.carried(dims, "state.memory", state.memory, "H K V")
         delayed, recent = lagged(x, self.window, recent, cu_seqlens)
 
         def heads_of(project: nnx.Linear, taps: nnx.Param) -> jax.Array:
@@ -151,7 +165,7 @@ class GatedLinearAttention(_LinearAttention):
         output, memory = recurrent_gla(
             query, key, value, g=split(log_decay, self.heads), initial_state=memory, cu_seqlens=cu_seqlens
         )
-        return self.finish(x, output), GatedState(recent, memory)
+        return self.finish(x, output, cu_seqlens), GatedState(recent, memory)
 
 
 class Retention(_LinearAttention):

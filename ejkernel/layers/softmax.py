@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.attention import attention, flash_attention
+from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import into_heads, merge, out_of_heads, per_head, split
 from ejkernel.xla_utils.utils import prepare_position_ids
 
@@ -66,7 +67,7 @@ class MultiHeadAttention(nnx.Module):
     def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> KeyValueCache:
         """Room for `capacity` tokens of each of `batch` sequences."""
         batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
-        shape = (batch, capacity, self.kv_heads, self.head_dim)
+        shape, dtype = (batch, capacity, self.kv_heads, self.head_dim), _checks.floating_dtype("dtype", dtype)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
     def __call__(
@@ -78,9 +79,12 @@ class MultiHeadAttention(nnx.Module):
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
                 capacity come out as NaN.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
+                padding: output 0, no gradient, no effect.
         """
-        x, cu_seqlens = _checks.layer_input(x, self.width, cu_seqlens)
+        dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
+        x, cu_seqlens = _checks.layer_input(dims, x, cu_seqlens)
+        x = without_padding(x, cu_seqlens)
         query = split(self.query(x), self.heads)
         key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
         if cache is None:
@@ -89,13 +93,16 @@ class MultiHeadAttention(nnx.Module):
                 positions = prepare_position_ids(cu_seqlens, total_tokens=x.shape[-2])
             query, key = rotate(query, positions), rotate(key, positions)
             output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens)
-            return self.out(merge(output)), None
+            return without_padding(self.out(merge(output)), cu_seqlens), None
         if cu_seqlens is not None:
             _checks.fail("cache", "one together with cu_seqlens", "one of them")
         if not isinstance(cache, KeyValueCache):
             raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
-        if cache.key.shape[0] != x.shape[0]:
-            _checks.fail("cache", f"one for {cache.key.shape[0]} sequences", f"one for the {x.shape[0]} of x")
+        cache = KeyValueCache(
+            _checks.carried(dims, "cache.key", cache.key, "capacity Hkv K"),
+            _checks.carried(dims, "cache.value", cache.value, "capacity Hkv K"),
+            _checks.cache_position(dims, cache.position),
+        )
         if x.shape[1] > cache.capacity:
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
         positions = cache.position[:, None] + jnp.arange(x.shape[1])  # [B, T]
