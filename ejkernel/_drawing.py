@@ -54,7 +54,7 @@ def missing() -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        return f"drawing needs matplotlib, which ejkernel's extra `cli` installs ({error})"
+        return f"drawing needs matplotlib, the extra cli: pip install '.[cli]' in a checkout ({error})"
     return None
 
 

@@ -324,7 +324,7 @@ def test_without_matplotlib_it_says_so_before_the_run(tmp_path, capsys, monkeypa
     monkeypatch.setattr(command, "measure", lambda *facts: pytest.fail("measured"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench("retention", "--plot", tmp_path / "page.html") == 1
-    assert "--plot: drawing needs matplotlib, which ejkernel's extra `cli` installs" in capsys.readouterr().err
+    assert "--plot: drawing needs matplotlib, the extra cli: pip install '.[cli]'" in capsys.readouterr().err
 
 
 def test_reports_of_one_device_are_one_section():

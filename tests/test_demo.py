@@ -193,7 +193,7 @@ def test_costs_are_of_every_context():
 def test_without_matplotlib_it_says_so_before_it_trains(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert demo.main(["--out", str(tmp_path / "new")]) == 1
-    assert "drawing needs matplotlib, which ejkernel's extra `cli` installs" in capsys.readouterr().err
+    assert "drawing needs matplotlib, the extra cli: pip install '.[cli]'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
