@@ -149,7 +149,8 @@ def _explanation(
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation would serve `op(*args, **kwargs)` on each platform, and why others would not.
 
-    Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays.
+    Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays. `op` may also be a function of one's own or
+    a module that calls an op somewhere inside, jitted or transformed; of several ops, the first is explained.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -161,6 +162,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}; expected one of this library's ops")
+    # experimental in JAX, so nothing but this may depend on it
+    from jax.experimental.xla_metadata import set_xla_metadata
+
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 
@@ -173,7 +177,10 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     token = _explaining.set(True)
     try:
-        jax.eval_shape(run, [leaves[i] for i in traced])
+        # a jitted function that ran before would not be traced again, and never reach the op: metadata that nothing ran
+        # under makes JAX's caches miss, and leaves what they hold
+        with set_xla_metadata(ejkernel="explain"):
+            jax.eval_shape(run, [leaves[i] for i in traced])
     except _ExplainedError as found:
         return found.explanation
     finally:

@@ -193,6 +193,44 @@ def test_explain_leaves_nothing_behind():
     np.testing.assert_array_equal(front(X), X)
 
 
+INNER = jax.jit(front)
+CALLERS = {
+    "jit": jax.jit(lambda x: front(x)),
+    "jit of jit": jax.jit(lambda x: INNER(x) + 1),
+    "a function of a jitted one": lambda x: INNER(x) * 2,
+    "grad": jax.grad(lambda x: INNER(x).sum()),
+    "jit of grad": jax.jit(jax.grad(lambda x: INNER(x).sum())),
+    "vmap": jax.vmap(INNER),
+    "jit of vmap": jax.jit(jax.vmap(INNER)),
+    "scan": jax.jit(lambda x: jax.lax.scan(lambda x, _: (INNER(x), None), x, length=2)[0]),
+    "while": jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: INNER(x), x)),
+    "cond": jax.jit(lambda x: jax.lax.cond(x.sum() > 0, INNER, lambda x: x, x)),
+    "checkpoint": jax.jit(jax.checkpoint(INNER)),
+    "shard_map": jax.jit(
+        jax.shard_map(
+            INNER,
+            mesh=jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)),
+            in_specs=PartitionSpec("x"),
+            out_specs=PartitionSpec("x"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_explains_what_ran_before(name):
+    """And does not make it compile again."""
+    call = CALLERS[name]
+    wanted = explain(front, X)
+    assert explain(call, X) == wanted
+    first = call(X)
+    for _ in range(2):
+        assert explain(call, X) == wanted
+    RUNS.clear()
+    np.testing.assert_array_equal(call(X), first)
+    assert not RUNS
+
+
 def test_pinned_runs_that_one_and_no_other():
     slow = pinned(front, "slow")
     np.testing.assert_array_equal(slow(X, factor=2.0), 2 * X + 30)

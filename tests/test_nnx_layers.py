@@ -9,6 +9,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 from conftest import assert_close  # noqa: E402
 
+import ejkernel  # noqa: E402
 from ejkernel import layers  # noqa: E402
 
 WIDTH, HEADS, TOKENS, PROMPT = 16, 2, 9, 5
@@ -170,3 +171,11 @@ def test_tokens_past_a_full_cache_are_nan():
     _, cache = layer(jnp.ones((1, 2, WIDTH)), cache)
     output, _ = layer(jnp.ones((1, 1, WIDTH)), cache)
     assert np.isnan(output).all()
+
+
+def test_explains_a_layer_that_ran(layer, x):
+    jitted = nnx.jit(lambda layer, x: layer(x)[0])
+    jitted(layer, x)
+    layer(x)
+    for found in (ejkernel.explain(layer, x), ejkernel.explain(jitted, layer, x)):
+        assert found.chosen["default"] == "xla"
