@@ -5,9 +5,11 @@ import copy
 import html
 import io
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import markdown
 import pytest
@@ -144,6 +146,17 @@ def test_a_damaged_file_is_drawn_or_told(data):
 def test_what_is_no_document_is_told(text):
     assert drawn(text)[0] == 2
     expect_drawn_or_told(text)
+
+
+@pytest.mark.parametrize("page", ["p\udcff.html", "p\udcff.md", "a (b) `c`.md"])
+def test_files_may_have_any_name(page, tmp_path, capsys):
+    source = tmp_path / "r\udcff.json"
+    source.write_text(json.dumps(DOCUMENT))
+    assert cli.main(["bench", "--from", str(source), "--plot", str(tmp_path / page)]) == 0
+    assert capsys.readouterr().out.startswith("wrote ")
+    if page.endswith(".md"):
+        links = re.findall(r"\]\((.*?\.svg)\)", (tmp_path / page).read_text())
+        assert links and all((tmp_path / os.fsdecode(unquote_to_bytes(each))).exists() for each in links)
 
 
 def expect_drawn_or_told(text, page="page.md"):

@@ -15,7 +15,7 @@ from ejkernel import __version__
 from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
 from ejkernel.bench import ceilings, page, results
-from ejkernel.bench.kinds import DIRECTIONS, DTYPES
+from ejkernel.bench.kinds import DIRECTIONS, DTYPES, line
 from ejkernel.bench.measure import Limits, measure
 from ejkernel.bench.ops import OPS, Op, Shape
 from ejkernel.bench.peers import PEERS
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel
                 results.check_writable(path)
         if options.saved:
             page.write(options.plot, [results.load(path) for path in options.saved], options.saved)
-            print(f"wrote {options.plot}")
+            print(line(f"wrote {options.plot}"))
             return 0
         return _run(options)
     except KeyboardInterrupt:
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
         # what was measured stays, also after Ctrl-C and when the reader of a pipe has gone
         written = _write(options, report)
     for path in written:
-        print(f"wrote {path}")
+        print(line(f"wrote {path}"))
     return int(any(row.who == OURS and row.failed for row in report.rows)) if report.complete else 130
 
 

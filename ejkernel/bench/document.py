@@ -1,5 +1,6 @@
 """A page in blocks, as Markdown or as HTML."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def as_markdown(blocks: Sequence[Block], folder: str) -> str:
             case Points(texts):
                 part = "\n".join(f"- {_line(line)}" for line in texts)
             case Figure(name, alt, _):
-                part = f"![{_escaped(alt)}]({quote(folder)}/{quote(name)}.svg)"
+                part = f"![{_escaped(alt)}]({quote(os.fsencode(folder))}/{quote(name)}.svg)"
         separator = "\n" if after_figure and isinstance(block, Figure) else "\n\n"
         parts.append(f"{separator}{part}")
         after_figure = isinstance(block, Figure)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ejkernel.bench import figures
 from ejkernel.bench.document import Block, Figure, Heading, Paragraph, Points, Table, as_html, as_markdown
-from ejkernel.bench.kinds import DIRECTIONS
+from ejkernel.bench.kinds import DIRECTIONS, line
 from ejkernel.bench.machine import Machine, machines
 from ejkernel.bench.results import OURS, Report, Row
 from ejkernel.bench.results import write as write_file
@@ -42,7 +42,8 @@ def _blocks(path: Path, reports: Sequence[Report], sources: Sequence[Path]) -> I
     )
     if sources:
         names = [each.as_posix() for each in sources]
-        command = shlex.join(["ejkernel", "bench", "--from", *names, "--plot", path.as_posix()])
+        # a file's name may be no text
+        command = line(shlex.join(["ejkernel", "bench", "--from", *names, "--plot", path.as_posix()]))
         yield Paragraph(
             f"This page is made from rows kept as JSON by `{command}`; `ejkernel bench --json FILE` measures such rows "
             "on your machine, `ejkernel bench --plot FILE.html` draws them."
