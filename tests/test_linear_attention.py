@@ -131,6 +131,36 @@ def test_large_gates_cost_neighbours_nothing():
         check_against_oracle(arrays, {}, 1e-6)
 
 
+@pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
+@pytest.mark.parametrize(
+    "gate, query_size, key_size",
+    [
+        (-14.7, 1e5, 1e5),
+        (-0.5, 1e5, 1e5),
+        (-14.5, 1e25, 1e-25),
+        (-1.8, 1.0, 1e-16),
+        (-1.8, 1e-16, 1.0),
+        (-1.8, 1.0, 1e-30),
+    ],
+)
+def test_huge_or_tiny_queries_and_keys(gate, query_size, key_size, narrow):
+    """Nothing between them and the results may leave float32's range."""
+    arrays = Case("sizes", batch=1, gates={"g": "none"}, narrow=narrow).arrays(np.float32)
+    arrays["g"][:] = gate
+    arrays["query"] *= np.float32(query_size)
+    arrays["key"] *= np.float32(key_size)
+    check_against_oracle(arrays, {}, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
+def test_states_do_not_drift(narrow):
+    """Over many chunks with decays just below 1."""
+    case = Case("drift", batch=1, tokens=8192, key_dim=2, value_dim=2, heads=1, kv_heads=1, narrow=narrow)
+    arrays = replace(case, gates={"g": "tiny"}).arrays(np.float32)
+    arrays["g"] /= 1000
+    check_against_oracle(arrays, {}, TOLERANCE["float32"])
+
+
 @pytest.mark.usefixtures("small_chunks")
 class TestEquivalences:
     case = Case("plain", gates={"g": "ordinary", "gv": "tiny"}, state="each", **{"heads": 4, "kv_heads": 2})

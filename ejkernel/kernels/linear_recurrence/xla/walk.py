@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, rows, value_chunk
+from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, value_chunk
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -124,27 +123,8 @@ def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results
     def by_tokens() -> Results:
         return decode.steps(call, *inputs[:-1], initial_states(call, inputs)[0], precision=precision_of(call))
 
-    def by_rows() -> Results:
-        """Of the tokens that are visited first, as many as it takes; the last ones otherwise."""
-        output, states = rows.walk(call, *inputs[:4], initial_states(call, inputs)[0])
-        rest, gamma = call.tokens - rows.taken(call), inputs.log_decay
-        if not rest:
-            return output, states
-        first = 0 if call.reverse else call.tokens - rest
-        tokens = inputs._replace(initial_state=None, log_decay=None if call.decay == "constant" else gamma)
-        last = jax.tree.map(lambda x: lax.slice_in_dim(x, first, first + rest, axis=1), tokens)
-        last = last._replace(initial_state=states, log_decay=gamma if call.decay == "constant" else last.log_decay)
-        piece, states = _primal(replace(call, tokens=rest), last, None)
-        return lax.dynamic_update_slice_in_dim(output, piece, first, 1), states
-
-    def by_rows_if_mild() -> Results:
-        mild = rows.are_mild(call, inputs.query, inputs.key, inputs.log_decay)
-        return lax.cond(mild, by_rows, by_chunks)
-
     if decode.pays(call):
         return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
-    if rows.pays(call):
-        return lax.platform_dependent(cpu=by_rows_if_mild, default=by_chunks)
     return by_chunks()
 
 
