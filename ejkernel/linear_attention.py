@@ -252,7 +252,8 @@ def retention(
 
 def retention_decay(query: jax.Array) -> jax.Array:
     """`g_gamma` of `retention`, `[H]`."""
-    return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(_checks.heads(query))))))
+    heads = _checks.heads(query)
+    return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), _checks.state_dtype(query))
 
 
 def lightning_attn(
@@ -298,9 +299,9 @@ def lightning_attn(
 
 def lightning_decay(query: jax.Array, layer_idx: ArrayLike, num_layers: int) -> jax.Array:
     """`g_gamma` of `lightning_attn`, `[H]`."""
-    heads = _checks.heads(query)
-    depth = 1 - _checks.layer_number(layer_idx) / _checks.positive_int("num_layers", num_layers)
-    return -(8 / max(heads, 1)) * depth * jnp.arange(heads)
+    heads, dtype = _checks.heads(query), _checks.state_dtype(query)
+    depth = 1 - _checks.layer_number(layer_idx).astype(dtype) / _checks.positive_int("num_layers", num_layers)
+    return -(8 / max(heads, 1)) * depth * jnp.arange(heads, dtype=dtype)
 
 
 def linear_attention(

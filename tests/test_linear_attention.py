@@ -50,6 +50,10 @@ def check_against_oracle(arrays, options, tolerance):
     for name, grad in grads.items():
         assert grad.dtype == arrays[name].dtype
         assert_close(grad, expected[2][name], 4 * tolerance, f"gradient of {name}")
+        if name.startswith("g"):
+            assert not np.asarray(grad)[arrays[name] == -np.inf].any(), (
+                f"gradient of {name} where it forgets everything"
+            )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -149,6 +153,67 @@ def test_huge_or_tiny_queries_and_keys(gate, query_size, key_size, narrow):
     arrays["g"][:] = gate
     arrays["query"] *= np.float32(query_size)
     arrays["key"] *= np.float32(key_size)
+    check_against_oracle(arrays, {}, TOLERANCE["float32"])
+
+
+FIRST = {"lengths": (1, 0, 70, 9), "padding": 3}
+
+
+@pytest.mark.parametrize("gate", [100.0, 300.0])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("head", gates={"g": "ordinary"}, narrow=("g",)),
+        Case("key", gates={"g": "ordinary"}, options={"reverse": True}),
+        Case("value", gates={"gv": "ordinary", "gk": "ordinary"}),
+        Case("head packed", gates={"g": "ordinary"}, narrow=("g",), **FIRST, options={"reverse": True}),
+        Case("key packed", gates={"gk": "ordinary"}, **FIRST),
+        Case("value packed", gates={"gv": "ordinary"}, **FIRST),
+        Case("constant packed", gates={"g_gamma": "ordinary"}, lengths=(1, 0, 1)),
+        Case("head one token", gates={"g": "ordinary"}, narrow=("g",), tokens=1),
+        Case("value one token", gates={"gv": "ordinary"}, tokens=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("state", [None, "zeros"])
+def test_what_was_never_written_may_grow_at_any_rate(case, state, gate):
+    """The first gate of a sequence multiplies 0, even where its `exp` is beyond float32."""
+    arrays = replace(case, state="each" if state else None).arrays(np.float32)
+    borders = arrays.get("cu_seqlens", [0, case.tokens])
+    first = [(end - 1 if case.options else start) for start, end in itertools.pairwise(borders) if end > start]
+    for name in case.gates:
+        arrays[name][(slice(None), first) if name != "g_gamma" else ...] = gate
+    if state:
+        arrays["initial_state"] *= 0
+    (output, final), grads, (d_output, d_final) = with_gradients(arrays, case.options)
+    expected = oracle.recurrent(**arrays, **case.options, d_output=d_output, d_final_state=d_final)
+    for name, x in {"output": output, "final state": final, **grads}.items():
+        wanted = {"output": expected[0], "final state": expected[1], **expected[2]}[name]
+        if name == "initial_state":
+            assert not np.isnan(x).any()
+        else:
+            assert_close(x, wanted, 1e-5, name)
+    without = jax.jit(lambda x: recurrent(**x, **case.options))(arrays)
+    assert_close(without[0], expected[0], 1e-5, "output without gradients")
+
+
+def test_few_tokens_that_never_wrote_may_grow_at_any_rate():
+    """One by one, as a CPU takes them."""
+    arrays = Case("few", tokens=5, gates={"g": "ordinary", "gv": "ordinary"}).arrays(np.float32)
+    arrays["g"][:, :3], arrays["gv"][:, :2], arrays["key"][:, :2] = 100, 100, 0
+    output, final = recurrent(**arrays)
+    expected = oracle.recurrent(**arrays)
+    assert_close(output, expected[0], 1e-6)
+    assert_close(final, expected[1], 1e-6)
+
+
+@pytest.mark.parametrize("gates", [{}, {"g_gamma": "tiny"}, {"g": "ordinary"}, {"gv": "ordinary"}], ids=str)
+@pytest.mark.parametrize("narrow", [("g",), ()], ids=["narrow", "wide"])
+def test_what_no_token_may_see_may_overflow(gates, narrow):
+    """The query of a token times the key of a later one."""
+    arrays = Case("masked", gates=gates, narrow=narrow).arrays(np.float32)
+    arrays["query"][:, 0], arrays["key"][:, 1] = 1e20, 1e20
+    arrays["value"] *= 1e-5
     check_against_oracle(arrays, {}, TOLERANCE["float32"])
 
 
@@ -277,6 +342,16 @@ class TestFamily:
         arrays = {n: x for n, x in self.arrays.items() if n != "initial_state"}
         layers = jax.lax.map(lambda i: lightning_attn(**arrays, layer_idx=i, num_layers=3)[0], jnp.arange(3))
         assert_close(layers[1], lightning_attn(**arrays, layer_idx=1, num_layers=3)[0], 1e-6)
+
+    @pytest.mark.parametrize("layer", [np.int32(5), np.float32(5), jnp.int32(5), 5])
+    def test_decays_are_as_exact_as_the_states(self, layer, x64):
+        arrays = {n: x.astype(np.float64) for n, x in self.arrays.items()}
+        gamma = -(8 / 4) * (1 - 5 / 12) * HEADS
+        assert_close(
+            lightning_attn(**arrays, layer_idx=layer, num_layers=12)[0],
+            oracle.recurrent(**arrays, g_gamma=gamma)[0],
+            TOLERANCE["float64"],
+        )
 
     def test_scale_may_be_traced(self):
         arrays = {n: jnp.asarray(x, jnp.bfloat16) for n, x in self.arrays.items()}

@@ -131,6 +131,10 @@ def check(shape, case, seed, which="both"):
         bound = roundings(x.dtype, 1, 32 if name in ("output", "final state") else 64)
         scale = gamma_terms(case, arrays, borders, **more) if name == "g_gamma" else None
         assert_close(x, wanted[name], bound, name, scale)
+        if name.startswith("g"):
+            assert not np.asarray(x)[np.asarray(arrays[name], np.float64) == -np.inf].any(), (
+                f"{name} forgets everything"
+            )
 
 
 @pytest.mark.parametrize("shape", [None] if THOROUGH else SHAPES, ids=str)

@@ -15,6 +15,7 @@ from ejkernel._checks.recurrence import (
     layer_input,
     layer_number,
     linear_attention,
+    state_dtype,
 )
 from ejkernel._checks.softmax import (
     attention_bias,
@@ -82,6 +83,7 @@ __all__ = [
     "segment_ids",
     "sinks",
     "sliding_window",
+    "state_dtype",
     "static_total",
     "time_series",
     "token_mask",

@@ -11,6 +11,11 @@ from ejkernel._checks.packing import cu_seqlens
 from ejkernel._checks.wording import Dims, fail, is_concrete
 
 
+def state_dtype(query: Any) -> np.dtype:
+    """What the states of a call, and what is added up over its tokens, are kept in."""
+    return np.dtype(np.float64 if floating("query", query).dtype == np.float64 else np.float32)
+
+
 class LinearAttention(NamedTuple):
     """The arrays of `recurrent`, checked, with a batch dimension, and what follows from their shapes."""
 
@@ -29,7 +34,7 @@ class LinearAttention(NamedTuple):
     @property
     def state_dtype(self) -> np.dtype:
         """What states are kept in and gates are added in."""
-        return np.dtype(np.float64 if self.query.dtype == np.float64 else np.float32)
+        return state_dtype(self.query)
 
 
 def linear_attention(

@@ -40,13 +40,17 @@ class Call(Protocol):
 class Chunks(NamedTuple):
     """A slice of `size` tokens for each chunk, `[chunks]` each; tokens outside `low … high - 1` are not the chunk's.
 
-    Slices never reach past the last token: near the end one starts early instead, so inputs need no padding.
+    Slices never reach past the last token: near the end one starts early instead, so inputs need no padding. Chunks of
+    a sequence follow one another, and those that hold nothing count as the last one's.
     """
 
     sequence: jax.Array
     start: jax.Array
     low: jax.Array
     high: jax.Array
+    begin: jax.Array  # which token of its sequence is the first to be visited
+    first: jax.Array  # whether no other chunk of its sequence is visited before it
+    last: jax.Array  # and none after it
 
 
 def chunk_size(call: Call) -> int:
@@ -66,6 +70,11 @@ def together(call: Call) -> int:
     return 1 << (max(most, 1).bit_length() - 1)
 
 
+def together_backwards(call: Call) -> int:
+    """The same for gradients, whose arrays are more: only chunks of few tokens gain by it."""
+    return together(call) if chunk_size(call) < 16 else 1
+
+
 def whole(call: Call) -> bool:
     """Whether the slices of every step are full of their own chunks' tokens, so that nothing needs masking."""
     return not call.packed and call.tokens % (together(call) * chunk_size(call)) == 0
@@ -76,38 +85,53 @@ def chunks(call: Call, cu_seqlens: jax.Array | None) -> Chunks:
     C, step = chunk_size(call), together(call) * chunk_size(call)
     if cu_seqlens is None:
         low = jnp.minimum(jnp.arange(0, -(-call.tokens // step) * step, C, dtype=np.int32), call.tokens)
-        return Chunks(jnp.zeros_like(low), jnp.minimum(low, call.tokens - C), low, jnp.minimum(low + C, call.tokens))
-    cu_seqlens = jnp.minimum(cu_seqlens, call.tokens)
-    bound = -(-(call.tokens // C + call.sequences) // together(call)) * together(call)
-    sequence, index = prepare_chunk_indices(cu_seqlens, C, total_chunks=bound).T
-    exists = sequence < call.sequences
-    sequence = jnp.minimum(sequence, call.sequences - 1)
-    low = jnp.where(exists, cu_seqlens[sequence] + index * C, call.tokens)
-    high = jnp.where(exists, jnp.minimum(low + C, cu_seqlens[sequence + 1]), low)
-    return Chunks(sequence, jnp.minimum(low, call.tokens - C), low, high)
+        sequence, high = jnp.zeros_like(low), jnp.minimum(low + C, call.tokens)
+        begin = jnp.full_like(low, call.tokens - 1 if call.reverse else 0)
+    else:
+        cu_seqlens = jnp.minimum(cu_seqlens, call.tokens)
+        # each sequence but an empty one may leave up to C - 1 places of its last chunk free
+        most = (call.tokens + min(call.sequences, call.tokens) * (C - 1)) // C
+        bound = -(-most // together(call)) * together(call)
+        sequence, index = prepare_chunk_indices(cu_seqlens, C, total_chunks=bound).T
+        exists = sequence < call.sequences
+        sequence = jnp.minimum(sequence, call.sequences - 1)
+        low = jnp.where(exists, cu_seqlens[sequence] + index * C, call.tokens)
+        high = jnp.where(exists, jnp.minimum(low + C, cu_seqlens[sequence + 1]), low)
+        begin = cu_seqlens[sequence + 1] - 1 if call.reverse else cu_seqlens[sequence]
+    change, end = sequence[1:] != sequence[:-1], np.ones(1, bool)
+    ends = jnp.concatenate([end, change]), jnp.concatenate([change, end])
+    start = jnp.minimum(low, call.tokens - C)
+    return Chunks(sequence, start, low, high, begin, *(ends[::-1] if call.reverse else ends))
 
 
-def cut(call: Call, chunk: Chunks, x: jax.Array, size: int) -> jax.Array:
-    """The `size` tokens of a slice of `x [B, T, ...]` in the order they are visited, 0 where one is not its own."""
-    x = lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1)
-    x = jnp.flip(x, 1) if call.reverse else x
-    return x if whole(call) else jnp.where(visited(call, chunk, size).reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
-
-
-def visited(call: Call, chunk: Chunks, size: int) -> jax.Array:
-    """Which of the `size` tokens of the slice are the chunk's own, in the order they are visited."""
+def cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
+    """The tokens of a step's chunks, of `x [B, T, ...]`: `[chunks, B, C, ...]`, 0 where one is not its chunk's own."""
+    C, G = chunk_size(call), len(step.start)
     if whole(call):
-        return jnp.ones(size, bool)
-    token = chunk.start + jnp.arange(size, dtype=chunk.start.dtype)
-    own = (token >= chunk.low) & (token < chunk.high)
-    return jnp.flip(own) if call.reverse else own
+        x = lax.dynamic_slice_in_dim(x, step.start[0], G * C, axis=1)
+        return jnp.moveaxis(x.reshape(x.shape[0], G, C, *x.shape[2:]), 1, 0)
+    x = jnp.stack([lax.dynamic_slice_in_dim(x, step.start[i], C, axis=1) for i in range(G)])
+    return jnp.where(visited(call, step).reshape(G, 1, C, *(1,) * (x.ndim - 3)), x, 0)
+
+
+def _tokens(call: Call, step: Chunks) -> jax.Array:
+    return step.start[:, None] + jnp.arange(chunk_size(call), dtype=step.start.dtype)[None]
+
+
+def visited(call: Call, step: Chunks) -> jax.Array:
+    """Which tokens of the slices are their chunk's own, `[chunks, C]`."""
+    token = _tokens(call, step)
+    return (token >= step.low[:, None]) & (token < step.high[:, None])
+
+
+def first_visited(call: Call, step: Chunks) -> jax.Array:
+    """Which tokens of the slices are the first of their sequence to be visited, `[chunks, C]`."""
+    return _tokens(call, step) == step.begin[:, None]
 
 
 def put_together(call: Call, where: Chunks, cu_seqlens: jax.Array | None, pieces: jax.Array) -> jax.Array:
     """Undoes `cut` for all chunks at once: `[chunks, B, C, ...]` to `[B, T, ...]`, 0 for tokens of no sequence."""
     C, T = chunk_size(call), call.tokens
-    if call.reverse:
-        pieces = jnp.flip(pieces, 2)
     if cu_seqlens is None:
         rest, pieces = T % C, pieces[: -(-T // C)]
         last = pieces[-1][:, C - rest :] if rest else pieces[-1]

@@ -28,4 +28,4 @@ def run(call: Call, *arrays: jax.Array | None) -> Results:
 def _nothing(call: Call, inputs: Inputs) -> Results:
     """Nothing to write or to read: the states stay as they are."""
     output = jnp.zeros((call.batch, call.tokens, call.heads, call.value_dim), call.dtype)
-    return output, initial_states(call, inputs).reshape(call.sequences, call.heads, call.key_dim, call.value_dim)
+    return output, initial_states(call, inputs)

@@ -21,6 +21,9 @@ BASE = 4
 
 Einsum = Callable[..., jax.Array]
 
+# The cotangent of the state at a chunk's end, from what the chunk keeps of it and adds to it for that at its start.
+Mirror = Callable[[jax.Array, jax.Array], jax.Array]
+
 
 class Chunk(NamedTuple):
     """One chunk's arrays, key and value heads repeated for their query heads."""
@@ -33,14 +36,13 @@ class Chunk(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of a chunk's arrays and of the state at its start."""
+    """Cotangents of a chunk's arrays."""
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
     log_decay: jax.Array | None
     value_log_decay: jax.Array | None
-    state: jax.Array
 
 
 class Effect(NamedTuple):
@@ -74,24 +76,22 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     return Effect(q * since, None, within, kept, written)
 
 
-def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:
-    """Cotangents, from those of the unscaled output and of the state at the chunk's end."""
+def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirror: Mirror, einsum: Einsum) -> Gradients:
+    """Cotangents, from those of the unscaled output and of the state at the chunk's end, which `mirror` knows."""
     q, k, v, do = *chunk[:3], d_output
     scores, since, until, pair_gradients = _scores(chunk, einsum)
+    total = total_decay(chunk.log_decay)[..., None]
+    d_state = mirror(total, einsum("...tk,...tv->...kv", q * since, do))
     dq_pairs, dk_pairs = pair_gradients(do)
     dq_state = einsum("...tv,...kv->...tk", do, state) * since
     dk_state = einsum("...tv,...kv->...tk", v, d_state) * until
     dv = einsum("...ts,...tv->...sv", scores, do) + einsum("...tk,...kv->...tv", k * until, d_state)
-    total = total_decay(chunk.log_decay)[..., None]
-    d_start = total * d_state + einsum("...tk,...tv->...kv", q * since, do)
     da = None
     if chunk.log_decay is not None:
         through = (total * state * d_state).sum(-1)
-        da = gate_gradient(q * (dq_pairs + dq_state) - k * dk_pairs, k * dk_state, through, einsum)
-        if chunk.log_decay.shape[-1] == 1:
-            da = da.sum(-1, keepdims=True)
+        da = gate_gradient(chunk.log_decay, q * (dq_pairs + dq_state) - k * dk_pairs, k * dk_state, through, einsum)
     own = (do * v).sum(-1, keepdims=True)
-    return Gradients(dq_pairs + dq_state + own * k, dk_pairs + dk_state + own * q, dv, da, None, d_start)
+    return Gradients(dq_pairs + dq_state + own * k, dk_pairs + dk_state + own * q, dv, da, None)
 
 
 def total_decay(log_decay: jax.Array | None) -> jax.Array:
@@ -107,14 +107,21 @@ def total_decay(log_decay: jax.Array | None) -> jax.Array:
 
 def split(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gates as multiples of 1/256, whose sums are exact, and rests, whose sums are tiny."""
-    # exp is exactly 0 there already, and sums of infinities would be NaN
-    gates = jnp.maximum(log_decay, -200.0 if log_decay.dtype == jnp.float32 else -1600.0)
+    # sums of infinities would be NaN
+    gates = jnp.maximum(log_decay, _lowest(log_decay))
     coarse = jnp.round(gates * 256) / 256
     return coarse, gates - coarse
 
 
-def gate_gradient(arriving: jax.Array, leaving: jax.Array, through: jax.Array, einsum: Einsum) -> jax.Array:
-    """Cotangent of a gate: all that flows across its token, from earlier writes to later reads, `[B, H, C, D]`.
+def _lowest(log_decay: jax.Array) -> float:
+    """Gates from here down forget everything: `exp` is exactly 0, whatever it is multiplied by."""
+    return -200.0 if log_decay.dtype == jnp.float32 else -1600.0
+
+
+def gate_gradient(
+    log_decay: jax.Array, arriving: jax.Array, leaving: jax.Array, through: jax.Array, einsum: Einsum
+) -> jax.Array:
+    """Cotangent of a gate: all that flows across its token, from earlier writes to later reads, `[B, H, C, 1 or D]`.
 
     `arriving` counts what tokens of the chunk read less what they wrote for others of the chunk, so that what passes
     between two tokens on the same side cancels; `leaving` is what tokens wrote for later chunks, `through [B, H, D]`
@@ -124,7 +131,10 @@ def gate_gradient(arriving: jax.Array, leaving: jax.Array, through: jax.Array, e
     ones = np.ones((arriving.shape[-2],) * 2, arriving.dtype)
     after = einsum("ts,...sd->...td", np.triu(ones), arriving)
     before = einsum("ts,...sd->...td", np.tril(ones, -1), leaving)
-    return after + before + through[..., None, :]
+    flow = after + before + through[..., None, :]
+    flow = flow.sum(-1, keepdims=True) if log_decay.shape[-1] == 1 else flow
+    # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
+    return jnp.where(log_decay <= _lowest(log_decay), 0, flow)
 
 
 def _scores(chunk: Chunk, einsum: Einsum) -> _Scores:
@@ -136,17 +146,18 @@ def _scores(chunk: Chunk, einsum: Einsum) -> _Scores:
 def _scores_by_head(chunk: Chunk, einsum: Einsum) -> _Scores:
     """One decay a head and token, or none: the decays between all pairs of tokens are a matrix."""
     q, k, v = chunk[:3]
-    causal = np.tril(np.ones((q.shape[-2],) * 2, q.dtype))
-    earlier = np.tril(causal, -1) > 0
-    products = einsum("...tk,...sk->...ts", q, k)
+    causal = np.tril(np.ones((q.shape[-2],) * 2, bool))
+    earlier = np.tril(causal, -1)
+    # selected before anything multiplies them: a pair that nobody reads may have overflowed
+    products = jnp.where(causal, einsum("...tk,...sk->...ts", q, k), 0)
+    pairs: jax.Array | float = 1.0
     if chunk.log_decay is None:
-        pairs = jnp.asarray(causal)
         since = until = jnp.ones((1, 1, q.shape[-2], 1), q.dtype)
     else:
         pairs, since, until = _decays_by_head(chunk.log_decay)
 
     def pair_gradients(do: jax.Array) -> tuple[jax.Array, jax.Array]:
-        d_products = jnp.where(earlier, einsum("...tv,...sv->...ts", do, v) * pairs, 0)
+        d_products = jnp.where(earlier, einsum("...tv,...sv->...ts", do, v), 0) * pairs
         return einsum("...ts,...sk->...tk", d_products, k), einsum("...ts,...tk->...sk", d_products, q)
 
     return _Scores(products * pairs, since, until, pair_gradients)

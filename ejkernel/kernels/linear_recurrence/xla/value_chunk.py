@@ -12,6 +12,7 @@ from ejkernel.kernels.linear_recurrence.xla.one_chunk import (
     Effect,
     Einsum,
     Gradients,
+    Mirror,
     gate_gradient,
     total_decay,
 )
@@ -47,8 +48,9 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     return Effect(q * a.since, b.since, within, _total_decay(chunk), written)
 
 
-def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.Array, einsum: Einsum) -> Gradients:
+def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirror: Mirror, einsum: Einsum) -> Gradients:
     """As `one_chunk.backward`."""
+    assert chunk.value_log_decay is not None
     q, k, v, do = *chunk[:3], d_output
     by_key, by_value = _decays(chunk)
     *sizes, C = by_key
@@ -67,19 +69,17 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, d_state: jax.A
         dv = dv + in_first(einsum("...ts,...tv->...sv", scores, d_read)) * b.until
         output = output + in_second(einsum("...ts,...sv->...tv", scores, values)) * b.since
     a, b = by_key[C], by_value[C]
+    total = _total_decay(chunk)
+    d_state = mirror(total, einsum("...tk,...tv->...kv", q * a.since, do * b.since))
     dq_state = einsum("...tv,...kv->...tk", do * b.since, state) * a.since
     dk_state = einsum("...tv,...kv->...tk", v * b.until, d_state) * a.until
     dv_state = einsum("...tk,...kv->...tv", k * a.until, d_state) * b.until
     output = output + einsum("...tk,...kv->...tv", q * a.since, state) * b.since
-    total = _total_decay(chunk)
-    d_start = total * d_state + einsum("...tk,...tv->...kv", q * a.since, do * b.since)
     through = total * state * d_state
     da = None
     if chunk.log_decay is not None:
-        da = gate_gradient(q * (dq + dq_state) - k * dk, k * dk_state, through.sum(-1), einsum)
-        if chunk.log_decay.shape[-1] == 1:
-            da = da.sum(-1, keepdims=True)
-    db = gate_gradient(do * output - v * dv, v * dv_state, through.sum(-2), einsum)
+        da = gate_gradient(chunk.log_decay, q * (dq + dq_state) - k * dk, k * dk_state, through.sum(-1), einsum)
+    db = gate_gradient(chunk.value_log_decay, do * output - v * dv, v * dv_state, through.sum(-2), einsum)
     own_score, d_own_score = (q * k).sum(-1, keepdims=True), (do * v).sum(-1, keepdims=True)
     dq, dk, dv = dq + dq_state + d_own_score * k, dk + dk_state + d_own_score * q, dv + dv_state + own_score * do
-    return Gradients(dq, dk, dv, da, db, d_start)
+    return Gradients(dq, dk, dv, da, db)
