@@ -130,7 +130,7 @@ def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None
         return "none", None
     log_decay = gates[0]
     for gate in gates[1:]:
-        log_decay = log_decay.astype(arrays.state_dtype) + gate
+        log_decay = log_decay.astype(arrays.state_dtype) + gate.astype(arrays.state_dtype)
     return ("head", log_decay[..., 0]) if log_decay.shape[-1] == 1 else ("key", log_decay)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel import parallel
+from ejkernel import parallel, xla_utils
 
 PROMOTION = {
     "ranks": partial(jax.numpy_rank_promotion, "raise"),
@@ -34,7 +34,10 @@ class Row:
 
     def arrays(self):
         random = np.random.default_rng(0)
-        return {name: jnp.asarray(random.normal(size=shape), self.dtype) for name, shape in self.shapes.items()}
+        found = {name: random.normal(size=shape) for name, shape in self.shapes.items()}
+        # gates that grow would overflow
+        found |= {name: -np.abs(x) for name, x in found.items() if name.startswith("g")}
+        return {name: jnp.asarray(x, self.dtype) for name, x in found.items()}
 
 
 def heads(tokens=(2, 20), heads=4, kv_heads=2):
@@ -76,6 +79,58 @@ ROWS = [
         Row("flash_attention, scale", ejkernel.flash_attention, heads() | {"softmax_scale": ()}, dtype),
         Row("parallel.flash_attention", partial(parallel.flash_attention, **RING), heads() | SINKS, dtype),
         Row("parallel, packed", partial(parallel.flash_attention, **RING, **PADDED), heads((20,)) | SINKS, dtype),
+    )
+]
+
+
+LINEAR = {"query": (2, 70, 4, 8), "key": (2, 70, 2, 8), "value": (2, 70, 2, 6)}
+STREAM = {name: shape[1:] for name, shape in LINEAR.items()}
+STATES, GAMMA = {"initial_state": (2, 4, 8, 6)}, {"g_gamma": (1, 4)}
+GATES = {"g": (2, 70, 4, 8), "gk": (2, 70, 4, 1), "gv": (2, 70, 4, 6)} | GAMMA
+BORDERS = {"cu_seqlens": np.array([0, 3, 3, 40, 66], np.int32)}
+SEVERAL = {"g": (70, 4, 8), "g_gamma": (4, 4), "initial_state": (4, 4, 8, 6)}
+
+
+def of_any_length(op, tokens):
+    """`op` of the first tokens."""
+
+    def run(**arrays):
+        whole = ("g_gamma", "initial_state")
+        return op(**{name: x if name in whole else x[:, :tokens] for name, x in arrays.items()})
+
+    return run
+
+
+ROWS += [
+    row
+    for dtype in (np.float32, jnp.bfloat16)
+    for row in (
+        Row("linear_attention", ejkernel.linear_attention, LINEAR, dtype),
+        Row("linear_attention, scale", ejkernel.linear_attention, LINEAR | STATES | {"softmax_scale": ()}, dtype),
+        Row("retention", partial(ejkernel.retention, reverse=True), LINEAR | STATES, dtype),
+        Row("retention, packed", partial(ejkernel.retention, **BORDERS), STREAM, dtype),
+        Row("lightning_attn", partial(ejkernel.lightning_attn, layer_idx=1, num_layers=4), LINEAR, dtype),
+        Row(
+            "lightning_attn, a layer's array",
+            partial(ejkernel.lightning_attn, layer_idx=jnp.int32(1), num_layers=4, **BORDERS),
+            STREAM,
+            dtype,
+        ),
+        Row("simple_gla", ejkernel.simple_gla, LINEAR | {"g": (2, 70, 4)}, dtype),
+        Row("simple_gla, packed", partial(ejkernel.simple_gla, **BORDERS), STREAM | {"g": (70, 4)}, dtype),
+        Row("recurrent_gla", ejkernel.recurrent_gla, LINEAR | STATES | {"g": (2, 70, 4, 8)}, dtype),
+        Row("recurrent_gla, packed", partial(ejkernel.recurrent_gla, **BORDERS), STREAM | SEVERAL, dtype),
+        Row("recurrent, all gates", ejkernel.recurrent, LINEAR | GATES | STATES, dtype),
+        Row("recurrent, gv packed", partial(ejkernel.recurrent, **BORDERS), STREAM | {"gv": (70, 4, 6)}, dtype),
+        Row("recurrent, one token", of_any_length(ejkernel.recurrent, 1), LINEAR | GATES | STATES, dtype),
+        Row("recurrent, few tokens", of_any_length(ejkernel.recurrent, 5), LINEAR | GATES | STATES, dtype),
+        Row("chunk_local_cumsum", partial(xla_utils.chunk_local_cumsum, chunk_size=8), {"g": (2, 20, 3)}, dtype),
+        Row(
+            "chunk_global_cumsum, packed",
+            partial(xla_utils.chunk_global_cumsum, reverse=True, softmax_scale=0.5, **PADDED),
+            {"s": (1, 20, 3, 2)},
+            dtype,
+        ),
     )
 ]
 

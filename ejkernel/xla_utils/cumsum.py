@@ -222,7 +222,7 @@ def _cumsum(
     if x.size == 0:
         return jnp.zeros(shape, dtype)
     rows, time, lanes = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    x = x.astype(jnp.promote_types(jnp.promote_types(x.dtype, dtype), jnp.float32))
+    x = x.astype(jnp.float64 if jnp.float64 in (x.dtype, dtype) else jnp.float32)
     # a reshape moves nothing; the scan only cares what lies before and after time
     x = x.reshape(rows, time, lanes)
     narrow = axis == 2 and lanes == 1 < rows  # one number a head, heads first: a step would gather numbers `time` apart
