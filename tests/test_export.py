@@ -11,6 +11,13 @@ from conftest import assert_close
 from jax import export
 
 import ejkernel
+from ejkernel.xla_utils import chunk_global_cumsum, chunk_local_cumsum
+
+
+def long(arrays):
+    """Of more tokens: several chunks, and some left."""
+    return [jnp.tile(x, (1, 12, 1, 1))[:, :70] for x in arrays]
+
 
 MASK = np.tri(6, 6, 2, dtype=bool)[None, None]
 # as a function of query, key and value of the same shape
@@ -19,15 +26,40 @@ SYMBOLIC_BATCH = {
     "flash_attention": partial(ejkernel.flash_attention, causal=True),
     "flash_attention, mask": lambda *x: ejkernel.flash_attention(*x, MASK, softmax_aux=jnp.ones((2, 1))),
 }
+LINEAR_BATCH = {
+    "linear_attention": lambda *x: ejkernel.linear_attention(*x)[0],
+    "retention, 70 tokens": lambda *x: ejkernel.retention(*long(x), reverse=True)[0],
+    "lightning_attn": lambda *x: ejkernel.lightning_attn(*x, 1, 3)[0],
+    "simple_gla, 70 tokens": lambda *x: ejkernel.simple_gla(*long(x), -jnp.abs(long(x)[0][..., 0]))[0],
+    "recurrent_gla, grouped": lambda q, k, v: ejkernel.recurrent_gla(q, k[:, :, :1], v[:, :, :1], -jnp.abs(q))[1],
+    "recurrent, all gates": lambda q, k, v: ejkernel.recurrent(
+        *long((q, k, v)),
+        *(-jnp.abs(long((q,))[0]), -jnp.ones(2)),
+        gv=-jnp.abs(long((v,))[0]),
+        initial_state=jnp.ones((q.shape[0], 2, 4, 4)),
+    )[0],
+    "recurrent, one token": lambda q, k, v: ejkernel.recurrent_gla(q[:, :1], k[:, :1], v[:, :1], -jnp.abs(q[:, :1]))[0],
+    "chunk_local_cumsum": lambda q, k, v: chunk_local_cumsum(q + k * v, 4),
+    "chunk_global_cumsum, heads first": lambda q, k, v: chunk_global_cumsum((q + k * v)[..., 0], head_first=True),
+}
 SYMBOLIC_TOKENS = {
     "attention": lambda *x: ejkernel.attention(*x, dtype=None)[0],
     "attention, causal": lambda *x: ejkernel.attention(*x, causal=True, dtype=None)[0],
     "attention, window": lambda *x: ejkernel.attention(*x, sliding_window=(2, 1), dtype=None)[0],
 }
+SYMBOLIC = "a symbolic size; expected a size known when exporting; the batch alone may be symbolic"
 REFUSED = {
+    **{
+        name: (op, f"query: got t tokens, {SYMBOLIC}")
+        for name, op in {
+            "retention": lambda *x: ejkernel.retention(*x)[0],
+            "recurrent_gla": lambda *x: ejkernel.recurrent_gla(*x, x[0])[0],
+        }.items()
+    },
+    "chunk_local_cumsum": (lambda q, k, v: chunk_local_cumsum(q, 4), f"g: got t tokens, {SYMBOLIC}"),
     "flash_attention": (
         ejkernel.flash_attention,
-        "query: got t tokens, a symbolic size; expected a size known when exporting; the batch alone may be symbolic",
+        f"query: got t tokens, {SYMBOLIC}",
     ),
 }
 
@@ -46,7 +78,10 @@ def exported(op, shape):
 @pytest.mark.parametrize(
     "op, shape",
     [
-        *(pytest.param(op, "b, 6, 2, 4", id=f"batch-{name}".replace(" ", "-")) for name, op in SYMBOLIC_BATCH.items()),
+        *(
+            pytest.param(op, "b, 6, 2, 4", id=f"batch-{name}".replace(" ", "-"))
+            for name, op in (SYMBOLIC_BATCH | LINEAR_BATCH).items()
+        ),
         *(
             pytest.param(op, "2, t, 2, 4", id=f"tokens-{name}".replace(" ", "-"))
             for name, op in SYMBOLIC_TOKENS.items()

@@ -8,6 +8,7 @@ import numpy as np
 
 from ejkernel._checks.arrays import array, floating, grouped_heads
 from ejkernel._checks.packing import cu_seqlens
+from ejkernel._checks.values import known_size
 from ejkernel._checks.wording import Dims, fail, is_concrete
 
 
@@ -58,13 +59,21 @@ def linear_attention(
         if x is not None or name in ("key", "value"):
             arrays[name] = floating(name, x)
             dims.match(name, arrays[name], pattern)
+    known = (
+        ("query", "T", "tokens"),
+        ("query", "H", "heads"),
+        ("query", "K", "key dims"),
+        ("value", "V", "value dims"),
+    )
+    for name, letter, what in (*known, ("key", "Hkv", "heads")):
+        known_size(name, dims[letter], what)
     grouped_heads(dims["H"], dims["Hkv"])
     rows = "B"
     if packed:
         if not unbatched and dims["B"] != 1:
             fail("cu_seqlens", f"a batch of {dims['B']}", "packed sequences in [1, T, …] or [T, …] arrays")
         borders = cu_seqlens(borders, dims["T"])
-        rows, dims.sizes["N"] = "N", borders.shape[0] - 1
+        rows, dims.sizes["N"] = "N", known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
     if g_gamma is not None:
         g_gamma = floating("g_gamma", g_gamma)
         dims.match("g_gamma", g_gamma, "H", f"1|{rows} H")
@@ -83,7 +92,7 @@ def heads(query: Any) -> int:
     query = floating("query", query)
     if query.ndim not in (3, 4):
         fail("query", f"shape {query.shape}", "[B, T, H, K], or [T, H, K] with cu_seqlens")
-    return int(query.shape[-2])
+    return known_size("query", query.shape[-2], "heads")
 
 
 def gate_per_head(g: Any, query: Any) -> jax.Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel import _checks
@@ -199,6 +199,7 @@ def _checked(
     head_first, reverse = _checks.flag("head_first", head_first), _checks.flag("reverse", reverse)
     x = _checks.time_series(argument, x, ranks, head_first)
     axis = 2 if head_first else 1
+    _checks.known_size(argument, x.shape[axis], "tokens")
     if cu_seqlens is not None:
         cu_seqlens = _checks.cu_seqlens(cu_seqlens, x.shape[axis])
         _checks.one_row(x.shape[0])
@@ -225,7 +226,9 @@ def _cumsum(
     x = x.astype(jnp.float64 if jnp.float64 in (x.dtype, dtype) else jnp.float32)
     # a reshape moves nothing; the scan only cares what lies before and after time
     x = x.reshape(rows, time, lanes)
-    narrow = axis == 2 and lanes == 1 < rows  # one number a head, heads first: a step would gather numbers `time` apart
+    narrow = (
+        axis == 2 and lanes == 1 != rows
+    )  # one number a head, heads first: a step would gather numbers `time` apart
     if narrow:
         x = x.transpose(2, 1, 0)
     if cu is not None:
@@ -308,7 +311,8 @@ def _tree(x: jax.Array, first: jax.Array | None, reverse: bool) -> jax.Array:
 def _loop(x: jax.Array, first: jax.Array | None, period: int | None, reverse: bool) -> jax.Array:
     """`_restarting_sum` step by step in time, in several blocks of time at once if `x` is narrow."""
     rows, time, lanes = x.shape
-    blocks = min(cdiv(_STEP, rows * lanes), math.isqrt(time))
+    width = 1 if export.is_symbolic_dim(rows * lanes) else rows * lanes  # a batch not known yet counts as narrow
+    blocks = min(cdiv(_STEP, width), math.isqrt(time))
     length = cdiv(time, blocks)
     if period is not None:
         length = min(cdiv(length, period) * period, time)

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offsets, prepare_sequence_ids
 
@@ -62,10 +62,15 @@ def chunk_size(call: Call) -> int:
     return size
 
 
+def likely_rows(call: Call) -> int:
+    """The batch, to choose by; 1 for one that is known only when the program runs."""
+    return 1 if export.is_symbolic_dim(call.batch) else call.batch
+
+
 def together(call: Call) -> int:
     """How many chunks are visited in one step, a power of two."""
     C = chunk_size(call)
-    numbers = call.batch * call.heads * C * max(call.key_dim, call.value_dim)
+    numbers = likely_rows(call) * call.heads * C * max(call.key_dim, call.value_dim)
     most = min(-(-call.tokens // C), TOGETHER // numbers, 8)
     return 1 << (max(most, 1).bit_length() - 1)
 
@@ -136,7 +141,7 @@ def put_together(call: Call, where: Chunks, cu_seqlens: jax.Array | None, pieces
         rest, pieces = T % C, pieces[: -(-T // C)]
         last = pieces[-1][:, C - rest :] if rest else pieces[-1]
         full = jnp.moveaxis(pieces[:-1] if rest else pieces, 0, 1)
-        full = full.reshape(call.batch, -1, *pieces.shape[3:])
+        full = full.reshape(call.batch, full.shape[1] * C, *pieces.shape[3:])
         return jnp.concatenate([full, last], 1) if rest else full
     token = jnp.arange(T, dtype=cu_seqlens.dtype)
     sequence = prepare_sequence_ids(cu_seqlens, total_tokens=T)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.linear_recurrence.call import Call
 
 
@@ -76,7 +77,9 @@ def pays(call: Call) -> bool:
     """
     if call.packed or call.tokens > 64:
         return False
-    small = call.batch * call.heads * call.key_dim * call.value_dim < 65536  # states that stay in the fastest cache
+    small = (
+        layout.likely_rows(call) * call.heads * call.key_dim * call.value_dim < 65536
+    )  # states that stay in the fastest cache
     return call.tokens < (32 if small else 16) or call.value_decay or (call.decay == "key" and small)
 
 

@@ -134,7 +134,8 @@ def _cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
 
 def _by_token(call: Call, flags: jax.Array) -> jax.Array:
     """`[chunks, C]` of a step beside what `_cut` gives."""
-    flags = jnp.repeat(flags, 1 if call.packed else call.batch, axis=0)[:, None, :, None]
+    chunks, C = flags.shape
+    flags = jnp.broadcast_to(flags[:, None], (chunks, call.batch, C)).reshape(chunks * call.batch, 1, C, 1)
     return jnp.flip(flags, 2) if call.reverse else flags
 
 
