@@ -52,7 +52,9 @@ EVERYTHING = {"causal": True, "sliding_window": (9, 3), "logits_soft_cap": 3.0, 
 DROPOUT = {"deterministic": False, "dropout_prob": 0.2, "dropout_rng": jax.random.PRNGKey(0)}
 SINKS, BIAS = {"softmax_aux": (2, 1)}, {"bias": (2, 4, 20, 20)}
 PADDED = {"cu_seqlens": np.array([0, 3, 3, 11, 15], np.int32)}
-RING = {"axis_name": "time", "mesh": MESH, "causal": True}
+TIME = {"axis_name": "time", "mesh": MESH}
+RING = TIME | {"causal": True}
+FIRST = {"head_first": True, "reverse": True}
 
 ROWS = [
     row
@@ -79,6 +81,33 @@ ROWS = [
         Row("flash_attention, scale", ejkernel.flash_attention, heads() | {"softmax_scale": ()}, dtype),
         Row("parallel.flash_attention", partial(parallel.flash_attention, **RING), heads() | SINKS, dtype),
         Row("parallel, packed", partial(parallel.flash_attention, **RING, **PADDED), heads((20,)) | SINKS, dtype),
+        Row(
+            "parallel.recurrent",
+            partial(parallel.recurrent, **TIME),
+            heads() | {"gk": (2, 20, 4, 8), "g_gamma": (4,), "initial_state": (4, 8, 8)},
+            dtype,
+        ),
+        Row(
+            "parallel.simple_gla",
+            partial(parallel.simple_gla, **TIME, reverse=True),
+            heads() | {"g": (2, 20, 4)},
+            dtype,
+        ),
+        Row("parallel.retention, packed", partial(parallel.retention, **TIME, **PADDED), heads((20,)), dtype),
+        Row("local sum", partial(xla_utils.chunk_local_cumsum, chunk_size=4), {"g": (2, 20, 3)}, dtype),
+        Row(
+            "local sum, packed",
+            partial(xla_utils.chunk_local_cumsum, chunk_size=4, **PADDED),
+            {"g": (1, 20, 3, 2)},
+            dtype,
+        ),
+        Row("sum", partial(xla_utils.chunk_global_cumsum, **FIRST), {"s": (2, 3, 20), "softmax_scale": ()}, dtype),
+        Row(
+            "sum, packed",
+            partial(xla_utils.chunk_global_cumsum, **FIRST, **PADDED, output_dtype=np.float16),
+            {"s": (1, 3, 20, 2)},
+            dtype,
+        ),
     )
 ]
 
@@ -162,3 +191,26 @@ def test_nothing_kept_is_inf_or_nan(row):
     with jax.debug_infs(True), jax.debug_nans(True):
         found = values_and_gradients(row, row.arrays())
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lens", {}),
+        ("sequence_ids", {"total_tokens": 20}),
+        ("position_ids", {}),
+        ("token_indices", {}),
+        ("chunk_offsets", {"chunk_size": 4}),
+        ("chunk_indices", {"chunk_size": 4}),
+        ("lens_from_mask", {}),
+        ("cu_seqlens_from_mask", {}),
+        ("cu_seqlens_from_segment_ids", {"sequences": 200}),
+    ],
+)
+def test_promotion_in_packing(name, options):
+    others = {"lens_from_mask": "mask", "cu_seqlens_from_mask": "mask", "cu_seqlens_from_segment_ids": "ids"}
+    argument = {others[name]: MASK[0, 0].astype(np.int32)} if name in others else PADDED
+    usual = getattr(xla_utils, f"prepare_{name}")(**argument, **options)
+    for config in PROMOTION.values():
+        with config():
+            np.testing.assert_array_equal(getattr(xla_utils, f"prepare_{name}")(**argument, **options), usual)

@@ -87,7 +87,7 @@ def token_mask(mask: Any) -> jax.Array:
         raise TypeError(f"mask: got dtype {mask.dtype}; expected bool")
     if mask.ndim != 2:
         fail("mask", f"shape {mask.shape}", "[B, T]")
-    return mask != 0
+    return mask.astype(bool)
 
 
 def one_row(batch: int) -> None:
