@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel import _sharding
+
 
 class PlatformError(ValueError, NotImplementedError):
     """The implementation that `platform=` names cannot serve this call; the message says why."""
@@ -80,12 +82,8 @@ def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any
             return branches["default"](*arrays)
         return jax.lax.platform_dependent(*arrays, **branches)
 
-    query = jax.typeof(arrays[0]).sharding
-    if not (explicit := query.mesh.explicit_axes):
-        return run(*arrays)
-    # where shardings are part of types, the cores still leave theirs to the partitioner, and results follow the query
-    run = jax.sharding.auto_axes(run, axes=explicit, out_sharding=call.result_specs(query.spec))
-    return run(*arrays)
+    # where shardings are part of types, results follow the query
+    return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(arrays[0])), *arrays)
 
 
 def _warn_if_slower(implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -124,7 +124,12 @@ def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None
             gamma = gamma[:, None]
         else:
             sequence = prepare_sequence_ids(arrays.cu_seqlens, total_tokens=arrays.query.shape[1])
-            gamma = gamma[jnp.minimum(sequence, arrays.sequences - 1)][None]
+            gamma = _sharding.partitioned(
+                lambda gamma, sequence: gamma[jnp.minimum(sequence, arrays.sequences - 1)][None],
+                jax.P(None, None, _sharding.spec_of(gamma)[-1]),
+                gamma,
+                sequence,
+            )
         gates.append(gamma[..., None])
     if not gates:
         return "none", None

@@ -1,4 +1,4 @@
-"""What `test_parallel.py` runs on virtual devices, a part at a time; those of the ring are in `ring_checks.py`."""
+"""What `test_parallel.py` runs on virtual devices, a part at a time; more are in `mesh_checks.py`, `ring_checks.py`."""
 
 import sys
 from functools import partial
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import assert_close
 from linear_attention_cases import Case
+from mesh_checks import PARTS as MESH_PARTS
 from ring_checks import PARTS as RING_PARTS
 
 import ejkernel
@@ -155,4 +156,4 @@ def errors():
 
 if __name__ == "__main__":
     parts = {each.__name__: each for each in (values, collectives, sharding, family, errors)}
-    (parts | RING_PARTS)[sys.argv[1]]()
+    (parts | MESH_PARTS | RING_PARTS)[sys.argv[1]]()

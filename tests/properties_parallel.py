@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import mesh_checks
 import numpy as np
 import test_bits
 from attention_cases import Case as SoftmaxCase
@@ -92,6 +93,20 @@ def attention(drawn):
             assert_close(x, y, 1e-12)
 
 
+@examples(ci=6, thorough=200)
+@given(st.sampled_from(list(mesh_checks.mesh_calls())))
+def meshes(call):
+    """An op's numbers do not depend on the kind of mesh, on whether it is entered, or on what is sharded over it."""
+    mesh_checks.check_on_mesh(*call)
+
+
+@examples(ci=3, thorough=80)
+@given(st.sampled_from(list(mesh_checks.own_shard_map_calls())), st.booleans())
+def shard_maps(call, tracked):
+    """Nor, for what `parallel` has, on which axes the caller's own `shard_map` goes over."""
+    mesh_checks.check_own_shard_map(*call, tracked)
+
+
 def leaks():
     """Rubbish in one row or sequence changes no bit of another, on whatever device that is."""
     for packed in (False, True):
@@ -102,4 +117,4 @@ def leaks():
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (recurrence, attention, leaks)}[sys.argv[1]]()
+    {each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)}[sys.argv[1]]()

@@ -10,10 +10,11 @@ import pytest
 DEVICES = 8
 
 
+MESHES = ("own_shard_map", "explicit_time", "explicit_heads", "explicit_utilities")
 RING = ("ring_values", "ring_windows", "ring_packed", "ring_shard_map", "ring_collectives", "ring_errors")
 
 
-@pytest.mark.parametrize("part", ["values", "collectives", "sharding", "family", "errors", *RING])
+@pytest.mark.parametrize("part", ["values", "collectives", "sharding", "family", "errors", *MESHES, *RING])
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     script = Path(__file__).with_name("parallel_checks.py")

@@ -10,7 +10,7 @@ import pytest
 DEVICES = 4
 
 
-@pytest.mark.parametrize("part", ["recurrence", "attention", "leaks"])
+@pytest.mark.parametrize("part", ["recurrence", "attention", "meshes", "shard_maps", "leaks"])
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     script = Path(__file__).with_name("properties_parallel.py")

@@ -5,14 +5,17 @@ size does not depend on the number of tokens, are gathered in one collective, an
 before its own into the state that its slice starts from. A decay is only ever multiplied by, never divided by.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
+from ejkernel.kernels import _varying
 from ejkernel.linear_attention import lightning_decay, retention_decay
 from ejkernel.linear_attention import recurrent as on_one_device
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
@@ -61,7 +64,7 @@ def recurrent(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    arrays = {
+    arrays: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -73,7 +76,9 @@ def recurrent(
         "cu_seqlens": cu_seqlens,
     }
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    options = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
+    if isinstance(softmax_scale, jax.Array | np.ndarray):
+        arrays["softmax_scale"] = options.pop("softmax_scale")
     if mesh is None:
         return _on_slice(arrays, options, axis_name, _checks.bound_axis(axis_name))
     devices = _checks.mesh_axis(mesh, axis_name)
@@ -86,13 +91,14 @@ def recurrent(
     sliced = jax.P(axis_name) if unbatched else jax.P(None, axis_name)
     specs = {name: sliced if name in PER_TOKEN else jax.P() for name in arrays}
     run = jax.shard_map(
-        lambda arrays: _on_slice(arrays, options, axis_name, devices),
-        mesh=mesh,
+        partial(_on_slice, options=options, axis=axis_name, devices=devices),
+        mesh=_sharding.as_auto(mesh),
         in_specs=(specs,),
         out_specs=(sliced, jax.P()),
         axis_names={axis_name},
     )
-    return run(arrays)
+    results = _result_specs(_sharding.over(axis_name, _sharding.spec_of(query), -3), cu_seqlens is not None)
+    return _sharding.partitioned(run, results, arrays, mesh=mesh)
 
 
 def recurrent_gla(
@@ -129,27 +135,42 @@ def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **optio
     return recurrent(query, key, value, **options)
 
 
+def _result_specs(query: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
+    """How output and final state are sharded where shardings are explicit and the query's is this."""
+    *rows, tokens, heads, _ = query
+    return jax.P(*rows, tokens, heads, None), jax.P(None if packed else rows[0], heads, None, None)
+
+
 def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, devices: int) -> Result:
     """The call on this device's slice of the tokens, arrays by name."""
     initial = arrays.get("initial_state")
     local = {name: x for name, x in arrays.items() if name != "initial_state"}
-    me = lax.axis_index(axis)
     if "cu_seqlens" in local:
         _checks.heads(local["query"])
         tokens = local["query"].shape[-3]
         borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
-        local["cu_seqlens"] = jnp.clip(borders - me * tokens, 0, tokens)
+        local["cu_seqlens"] = jnp.clip(borders - (lax.axis_index(axis) * tokens).astype(borders.dtype), 0, tokens)
     query, key, value, g, gk, gv = map(local.get, PER_TOKEN)
     _checks.linear_attention(query, key, value, g, local.get("g_gamma"), gk, gv, initial, local.get("cu_seqlens"))
+    results = _result_specs(_sharding.spec_of(local["query"]), "cu_seqlens" in local)
+    return _sharding.partitioned(partial(_composed, options=options, axis=axis), results, local, initial)
+
+
+def _composed(local: dict[str, Any], initial: jax.Array | None, options: dict[str, Any], axis: str) -> Result:
+    """The call on this device's slice, with borders of sequences as they lie in it."""
+    me = lax.axis_index(axis)
     _, added = on_one_device(**local, **options)  # [N, H, K, V]
-    effects = lax.all_gather(_packed(*_total_decay(local), added), axis, to="invarying")  # [devices, …]
+    # without a record of what varies, the gradient of an invariant gather would leave out other devices' parts
+    tracked = axis in _varying.axes(me)
+    packed = _packed(*_total_decay(local), added)
+    effects = lax.all_gather(packed, axis, to="invarying" if tracked else "varying")  # [devices, …]
 
     def compose(state: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
         decay, value_decay, added = _unpacked(effect)
         return decay * value_decay * state + added, state
 
     start = jnp.zeros((), added.dtype) if initial is None else initial.astype(added.dtype)
-    start = jnp.broadcast_to(start, added.shape)
+    start, effects = _varying.align((jnp.broadcast_to(start, added.shape), effects))
     final, before = lax.scan(compose, start, effects, reverse=options["reverse"])
     output, _ = on_one_device(**local, **options, initial_state=lax.dynamic_index_in_dim(before, me, keepdims=False))
     return output, final
@@ -174,10 +195,10 @@ def _total_decay(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     for name in ("g", "gk"):
         total = total + over_tokens(name) if name in arrays else total
     if "g_gamma" in arrays:
-        lengths = jnp.full(1, tokens) if borders is None else prepare_lens(borders)
+        lengths = jnp.full((1, 1), tokens, dtype) if borders is None else prepare_lens(borders)[:, None].astype(dtype)
         gamma = arrays["g_gamma"].astype(dtype).reshape(-1, heads)
         # no tokens, no decay: 0 · -inf would be NaN
-        total = total + jnp.where(lengths[:, None] > 0, gamma * lengths[:, None], 0)[..., None]
+        total = total + jnp.where(lengths > 0, gamma * lengths, 0)[..., None]
     value_total = over_tokens("gv") if "gv" in arrays else jnp.zeros((1, heads, 1), dtype)
     return jnp.exp(total)[..., :, None], jnp.exp(value_total)[..., None, :]
 

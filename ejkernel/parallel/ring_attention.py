@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
@@ -97,7 +97,13 @@ def flash_attention(
     )
     ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
     inputs = Arrays(bound[0], bound[1], bound[2], bound[5], cu, cu_kv)
-    output = _on_slice(call, ring, inputs) if mesh is None else _on_mesh(call, ring, mesh, inputs)
+    spec = _sharding.spec_of(inputs.query)
+    if mesh is None:
+        output = _sharding.partitioned(partial(_on_slice, call, ring), jax.P(*spec[:3], None), inputs)
+    else:
+        spec = _sharding.over(axis_name, spec, 1)
+        run = partial(_on_mesh, call, ring, _sharding.as_auto(mesh))
+        output = _sharding.partitioned(run, jax.P(*spec[:3], None), inputs, mesh=mesh)
     return output[0] if unbatched else output
 
 
@@ -132,9 +138,12 @@ def _reordered(x: Array, order: np.ndarray, axis: int) -> Array:
     x = _checks.array("x", x)
     axis = _checks.axis(axis, x.ndim)
     tokens = _checks.even_slices("x", x.shape[axis], 2, len(order) // 2)
-    x = x.reshape(*x.shape[:axis], len(order), tokens, *x.shape[axis + 1 :])
-    x = jnp.take(x, order, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def run(x: Array) -> Array:
+        slices = x.reshape(*x.shape[:axis], len(order), tokens, *x.shape[axis + 1 :])
+        return jnp.take(slices, order, axis).reshape(x.shape)
+
+    return _sharding.partitioned(run, _sharding.spec_of(x), x)
 
 
 class Arrays(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel.xla_utils.utils import cdiv, prepare_position_ids
 
 # A step of the scan should touch this many numbers, or starting it costs more than its additions.
@@ -219,6 +219,19 @@ def _cumsum(
     reverse: bool,
     dtype: Any,
 ) -> jax.Array:
+    run = functools.partial(_sum, axis=axis, chunk=chunk, reverse=reverse, dtype=dtype)
+    return _sharding.partitioned(run, _sharding.spec_of(x), x, cu, scale)
+
+
+def _sum(
+    x: jax.Array,
+    cu: jax.Array | None,
+    scale: ArrayLike | None,
+    axis: int,
+    chunk: int | None,
+    reverse: bool,
+    dtype: Any,
+) -> jax.Array:
     shape = x.shape
     if x.size == 0:
         return jnp.zeros(shape, dtype)
@@ -232,7 +245,7 @@ def _cumsum(
     if narrow:
         x = x.transpose(2, 1, 0)
     if cu is not None:
-        x = jnp.where((jnp.arange(time) < cu[-1])[:, None], x, 0)
+        x = jnp.where((jnp.arange(time, dtype=cu.dtype) < cu[-1])[None, :, None], x, 0)
     out = _restarting_sum(x, _first(time, cu, chunk, reverse), None if cu is not None else chunk, reverse)
     if narrow:
         out = out.transpose(2, 1, 0)
@@ -278,7 +291,7 @@ def _restarting_sum(x: jax.Array, first: jax.Array | None, period: int | None, r
 
     def differences(y: jax.Array) -> jax.Array:
         before = _shifted(y, reverse)
-        return y - (before if first is None else jnp.where(first[:, None], 0, before))
+        return y - (before if first is None else jnp.where(first[None, :, None], 0, before))
 
     return lax.custom_linear_solve(
         differences,
@@ -326,7 +339,7 @@ def _loop(x: jax.Array, first: jax.Array | None, period: int | None, reverse: bo
         row = lax.dynamic_slice_in_dim(x, i, 1, axis=2)
         if first is None:
             return total + row
-        return jnp.where(lax.dynamic_slice_in_dim(first, i, 1, axis=1)[:, :, None], row, total + row)
+        return jnp.where(lax.dynamic_slice_in_dim(first, i, 1, axis=1)[None, :, :, None], row, total + row)
 
     def at(step: jax.Array | int) -> jax.Array | int:
         return length - 1 - step if reverse else step

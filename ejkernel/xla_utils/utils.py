@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 
 
 @overload
@@ -47,7 +47,7 @@ def prepare_lens(cu_seqlens: ArrayLike) -> jax.Array:
         >>> prepare_lens(jnp.array([0, 3, 5, 9]))
         Array([3, 2, 4], dtype=int32)
     """
-    return jnp.diff(_checks.cu_seqlens(cu_seqlens))
+    return _lens(_checks.cu_seqlens(cu_seqlens))
 
 
 def prepare_lens_from_mask(mask: ArrayLike) -> jax.Array:
@@ -186,34 +186,49 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]
     return identity
 
 
-# compiled whole, since a plain call would compile each of their small steps
+def _compiled(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`run(array, *sizes)` compiled whole, since a plain call would compile each of its small steps.
+
+    Where shardings are part of types, what comes back is the same on all devices.
+    """
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def compiled(array: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        return _sharding.partitioned(lambda array: run(array, *sizes), jax.P(), array)
+
+    return functools.wraps(run)(lambda array, *sizes: compiled(array, sizes))
 
 
-@functools.partial(jax.jit, static_argnums=1)
+_lens = _compiled(jnp.diff)
+
+
+@_compiled
 def _run_borders(ids: jax.Array, sequences: int) -> jax.Array:
     # a row's first token has no neighbour to be equal to
     starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     return jnp.flatnonzero(starts, size=sequences + 1, fill_value=ids.size).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _chunk_offsets(cu: jax.Array, chunk_size: int) -> jax.Array:
-    return _running_total(cdiv(jnp.diff(cu), chunk_size))
-
-
-@jax.jit
+@_compiled
 def _running_total(counts: jax.Array) -> jax.Array:
     return jnp.pad(jnp.cumsum(counts, dtype=counts.dtype), (1, 0))
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@_compiled
+def _chunk_offsets(cu: jax.Array, chunk_size: int) -> jax.Array:
+    return _running_total(cdiv(jnp.diff(cu), chunk_size))
+
+
+@_compiled
 def _owners(offsets: jax.Array, total: int) -> jax.Array:
     """`[total]` the `n` with `offsets[n] <= row < offsets[n+1]`, skipping empty ones; `N` past the end."""
-    rows = jnp.arange(total, dtype=offsets.dtype)
-    return jnp.searchsorted(offsets[1:], rows, side="right").astype(offsets.dtype)
+    # by counting the borders up to there: JAX cannot search where values vary over a shard_map's axes. All of them, the
+    # first as well, since XLA's partitioner counts what it pads a sharded `offsets[1:]` with
+    borders = jnp.zeros(total, offsets.dtype).at[offsets].add(1, mode="drop")
+    return jnp.cumsum(borders, dtype=offsets.dtype) - 1
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@_compiled
 def _rows(offsets: jax.Array, total: int) -> jax.Array:
     owner = _owners(offsets, total)
     return jnp.stack([owner, jnp.arange(total, dtype=offsets.dtype) - offsets[owner]], axis=1)

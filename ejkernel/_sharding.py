@@ -1,0 +1,63 @@
+"""Meshes with `Explicit` axes, where shardings are part of types: our code still leaves its own to the partitioner."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AnyMesh = Mesh | jax.sharding.AbstractMesh
+
+
+def explicit_mesh(*arrays: Any) -> AnyMesh | None:
+    """The mesh with `Explicit` axes that some of the arrays are on, or that the caller has entered."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    # entered, it is the mesh of what is made here, whatever the arrays are on
+    return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
+
+
+def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:
+    """`run(*arrays)` with all `Explicit` axes as `Auto` ones, its results sharded by the specs `results`.
+
+    The mesh is the arrays' own, unless one is given.
+    """
+    mesh = explicit_mesh(*arrays) if mesh is None else mesh
+    if mesh is None or not mesh.explicit_axes:
+        return run(*arrays)
+    # with the mesh, as the caller need not have entered it by `jax.set_mesh`
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=_is_spec)
+    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """Over which `Explicit` axes each dimension of `x` is sharded."""
+    return jax.typeof(x).sharding.spec
+
+
+def over(axis: str, spec: PartitionSpec, dim: int) -> PartitionSpec:
+    """`spec` with dimension `dim` sharded over the mesh axis, and no other dimension."""
+    parts = [_axes(part) for part in spec]
+    if axis in parts[dim]:
+        return spec
+    parts = [tuple(each for each in part if each != axis) for part in parts]
+    parts[dim] = (axis,)
+    return PartitionSpec(*parts)
+
+
+def as_auto(mesh: AnyMesh) -> AnyMesh:
+    """`mesh` as `partitioned` code sees it."""
+    if not mesh.explicit_axes:
+        return mesh
+    types = tuple(AxisType.Auto if each == AxisType.Explicit else each for each in mesh.axis_types)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a spec."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
