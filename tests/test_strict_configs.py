@@ -94,7 +94,6 @@ ROWS = [
             dtype,
         ),
         Row("parallel.retention, packed", partial(parallel.retention, **TIME, **PADDED), heads((20,)), dtype),
-        Row("local sum", partial(xla_utils.chunk_local_cumsum, chunk_size=4), {"g": (2, 20, 3)}, dtype),
         Row(
             "local sum, packed",
             partial(xla_utils.chunk_local_cumsum, chunk_size=4, **PADDED),
@@ -208,8 +207,8 @@ def test_nothing_kept_is_inf_or_nan(row):
     ],
 )
 def test_promotion_in_packing(name, options):
-    others = {"lens_from_mask": "mask", "cu_seqlens_from_mask": "mask", "cu_seqlens_from_segment_ids": "ids"}
-    argument = {others[name]: MASK[0, 0].astype(np.int32)} if name in others else PADDED
+    masks = {"mask": MASK[0, 0]} if name.endswith("mask") else {}
+    argument = {"ids": MASK[0, 0].astype(np.int32)} if name.endswith("segment_ids") else masks or PADDED
     usual = getattr(xla_utils, f"prepare_{name}")(**argument, **options)
     for config in PROMOTION.values():
         with config():

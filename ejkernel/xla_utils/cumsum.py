@@ -209,24 +209,15 @@ def _checked(
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "chunk", "reverse", "dtype"))
-def _cumsum(
-    x: jax.Array,
-    cu: jax.Array | None,
-    scale: ArrayLike | None,
-    *,
-    axis: int,
-    chunk: int | None,
-    reverse: bool,
-    dtype: Any,
-) -> jax.Array:
-    run = functools.partial(_sum, axis=axis, chunk=chunk, reverse=reverse, dtype=dtype)
-    return _sharding.partitioned(run, _sharding.spec_of(x), x, cu, scale)
+def _cumsum(x: jax.Array, cu: jax.Array | None, scale: ArrayLike | None, **how: Any) -> jax.Array:
+    return _sharding.partitioned(functools.partial(_sum, **how), _sharding.spec_of(x), x, cu, scale)
 
 
 def _sum(
     x: jax.Array,
     cu: jax.Array | None,
     scale: ArrayLike | None,
+    *,
     axis: int,
     chunk: int | None,
     reverse: bool,
