@@ -1,6 +1,8 @@
 """Runs the library's Triton kernels on the CPU, in Triton's interpreter, in place of `_launch.launch`."""
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import warnings
 
@@ -22,19 +24,10 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i3
 @contextlib.contextmanager
 def interpreted():
     """Within this, `_launch.launch` interprets. Triton itself is left in interpreting state: it cannot go back."""
-    import triton
     import triton.language as tl
-    from triton.runtime import interpreter, jit
+    from triton.runtime import interpreter
 
-    triton.knobs.runtime.interpret = True
-    # what was decorated before this was decorated for a GPU
-    for module in (tl, tl.standard):
-        for name, each in list(vars(module).items()):
-            if isinstance(each, jit.JITFunction):
-                setattr(module, name, interpreter.InterpretedFunction(each.fn))
-    for name in MODULES:
-        importlib.reload(importlib.import_module(name))
-
+    _decorate()
     builder = interpreter.InterpreterBuilder
     multiply, cast = builder.create_dot, builder.cast_impl
 
@@ -59,11 +52,64 @@ def interpreted():
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     _launch.launch, _launch.unavailable = launch, lambda: None
     try:
-        yield
+        with _faster():
+            yield
     finally:
         interpreter._patch_lang_tensor = patch_tensor
         builder.create_dot, builder.cast_impl = multiply, cast
         _launch.launch, _launch.unavailable = before
+
+
+@functools.cache
+def _decorate():
+    """Once: what was decorated before this was decorated for a GPU."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter, jit
+
+    triton.knobs.runtime.interpret = True
+    for module in (tl, tl.standard):
+        for name, each in list(vars(module).items()):
+            if isinstance(each, jit.JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(each.fn))
+    for name in MODULES:
+        importlib.reload(importlib.import_module(name))
+
+
+@contextlib.contextmanager
+def _faster():
+    """Spares the interpreter half of its time: things done again and again, or for nothing."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    function, builder, shape = interpreter.InterpretedFunction, interpreter.interpreter_builder, tl.core.tuple
+    before = function.__call__, interpreter._get_np_dtype, builder.options, shape.__init__
+
+    # it patches the language anew whenever a kernel calls a function
+    language = interpreter._patch_lang(tl.standard.zeros.fn)
+    function.__call__ = lambda self, *arguments, **named: self.rewrite()(*arguments, **named)
+    # it makes a table of all dtypes whenever it looks one up
+    known = functools.cache(before[1])
+    interpreter._get_np_dtype = lambda each: before[1](each) if each.scalar.is_ptr() else known(each.scalar)
+    # it computes, but never looks at, whether integers overflow
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    # every shape comes with a type of its own, which nobody asks for
+    def keep(self, values, type=None):
+        self.values = list(values)
+        if type is not None:
+            before[3](self, values, type)
+
+    def make(self):
+        return vars(self).setdefault("made", tl.core._type_for_tuple_values(self.values))
+
+    shape.__init__, shape.type = keep, property(make, lambda self, type: vars(self).update(made=type))
+    try:
+        yield
+    finally:
+        function.__call__, interpreter._get_np_dtype, builder.options, shape.__init__ = before
+        del shape.type
+        language.restore()
 
 
 def _floats(handle):
