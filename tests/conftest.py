@@ -1,5 +1,6 @@
 """Shared by all tests: the two precisions, comparison against float64, and how much the property tests draw."""
 
+import gc
 import os
 import sys
 
@@ -24,6 +25,13 @@ hypothesis.settings.register_profile("ci", derandomize=True, database=None, dead
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, suppress_health_check=SLOW)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 hypothesis.settings.load_profile(PROFILE)
+
+
+def pytest_collection_finish():
+    """What is there now stays there: the collector need not go through it again for every few functions traced."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_runtest_setup(item):

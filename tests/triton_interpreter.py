@@ -101,7 +101,9 @@ def _faster():
             before[3](self, values, type)
 
     def make(self):
-        return vars(self).setdefault("made", tl.core._type_for_tuple_values(self.values))
+        if "made" not in vars(self):
+            self.type = tl.core._type_for_tuple_values(self.values)
+        return vars(self)["made"]
 
     shape.__init__, shape.type = keep, property(make, lambda self, type: vars(self).update(made=type))
     try:
