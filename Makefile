@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -14,15 +14,15 @@ demo: $(VENV)/.demo
 # (PYENV_VERSION makes pyenv offer that Python; elsewhere it means nothing.)
 NEWEST ?= PYENV_VERSION=3.12 python3.12
 NEWEST_TESTS ?= tests
-# LLVM's optimiser off: the tests compile much and run little.
-ON_CPU := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0
 PYTEST := pytest -n $(WORKERS) --dist worksteal
 
 test: lint $(VENV)/.dev
-	$(ON_CPU) $(BIN)/python -m $(PYTEST) tests
+	JAX_PLATFORMS=cpu $(BIN)/python -m $(PYTEST) tests
 
-test-newest: $(VENV)-newest/.dev
-	$(ON_CPU) $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
+newest: $(VENV)-newest/.dev
+
+test-newest: newest
+	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
 
 # The part of it that CI runs: what rests most on JAX, namely transformations, meshes, layers and Triton's interpreter.
 SMOKE := test_import.py test_dispatch.py test_xla_utils_utils.py test_linear_attention.py::test_pinned_paths \
@@ -53,7 +53,7 @@ numerics: $(VENV)/.dev
 # Branch coverage of the whole suite; what is not counted, and why, stands in pyproject.toml.
 coverage: $(VENV)/.dev
 	rm -rf build/coverage
-	$(ON_CPU) $(BIN)/coverage run -m $(PYTEST) tests
+	JAX_PLATFORMS=cpu $(BIN)/coverage run -m $(PYTEST) tests
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -284,7 +284,6 @@ def main() -> None:
     parser.add_argument("--at-least", type=float, default=0.85, help="the share that must be noticed")
     options = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     sys.path.insert(0, str(ROOT / "tests"))
     warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)
     with tempfile.TemporaryDirectory() as folder:
