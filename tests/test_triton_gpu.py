@@ -11,7 +11,20 @@ import oracle as recurrence_oracle
 import pytest
 from conftest import assert_close
 from linear_attention_cases import CASES as FRONT_CASES
-from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make_beyond_float16, oracle, results
+from triton_cases import (
+    BEYOND_FLOAT16,
+    MIXES,
+    NAMES,
+    Case,
+    assert_dtypes,
+    assert_matches,
+    burst,
+    make,
+    make_beyond_float16,
+    oracle,
+    results,
+    unseen,
+)
 
 import ejkernel
 from ejkernel.kernels import _launch
@@ -113,6 +126,74 @@ def test_any_gate(gate):
 @pytest.mark.parametrize("decay, gate", [*GATES, ("head", "strong"), ("key", "strong")])
 def test_dtypes(dtype, decay, gate):
     check(replace(BASE, decay=decay, gate=gate, dtype=dtype, B=1))
+
+
+@pytest.mark.parametrize("dtypes, dtype", MIXES[:3], ids=str)
+@pytest.mark.parametrize("decay", ["constant", "head", "key"])
+def test_dtypes_mix(decay, dtypes, dtype):
+    case = replace(BASE, decay=decay, dtypes=dtypes, dtype=dtype, B=1, T=100, H=2, Hkv=2, K=64, V=64)
+    arrays, cotangents = make(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_dtypes(case, arrays, actual)
+    assert_matches(actual, oracle(case.call, arrays, cotangents), GRADIENTS)
+
+
+SMALL = [
+    *(("key", (dim, dim)) for dim in (1, 8, 16, 24, 32)),
+    *(("key", dims) for dims in ((128, 8), (8, 128))),
+    *((decay, (dim, dim)) for decay in ("none", "constant", "head") for dim in (1, 24)),
+]
+
+
+@pytest.mark.parametrize("decay, dims", SMALL, ids=str)
+def test_small_dims(decay, dims):
+    check(replace(BASE, decay=decay, B=1, H=2, Hkv=2, T=200, K=dims[0], V=dims[1], scale=dims[0] ** -0.5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_gate_for_many_tokens(seed):
+    """The gradient of a head's one gate in float32 is a sum of thousands of either sign."""
+    shape = {"B": 1, "T": 4096, "H": 1, "Hkv": 1, "K": 8, "V": 8, "scale": 8**-0.5}
+    case = replace(BASE, decay="constant", dtype="float32", **shape)
+    arrays, cotangents = make(case, seed)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    expected = oracle(case.call, arrays, cotangents)
+    assert_matches(actual, expected, {"other": 1e-5})
+    size = sizes_of_token_gradients(case, arrays, cotangents).sum()
+    error = np.abs(np.asarray(actual[5], np.float64) - expected[5]).max()
+    assert error <= 3e-7 * size, f"{error / size:.1e} of the terms"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("shape", [{"T": 100}, {**UNEVEN, "reverse": True}], ids=lambda x: str(x["T"]))
+def test_nothing_stays_nothing_however_it_grows(shape, decay, dtype):
+    """A gate of +100 at the first token, where there is no state yet."""
+    case = replace(BASE, decay=decay, dtype=dtype, **{"B": 1, "H": 2, "Hkv": 2, "K": 64, "V": 64, **shape})
+    arrays, cotangents = burst(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_matches(actual[:5], oracle(case.call, arrays, cotangents)[:5], TOLERANCE[dtype])
+    assert np.isfinite(np.asarray(actual[5], np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("decay", ["none", "constant", "head", "key"])
+def test_later_tokens_are_not_seen(decay, dtype):
+    case = replace(BASE, decay=decay, dtype=dtype, B=1, T=128, H=2, Hkv=2, K=64, V=64)
+    arrays, cotangents = unseen(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_matches(actual[:5], oracle(case.call, arrays, cotangents)[:5], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("decay", ["constant", "head", "key"])
+def test_gates_that_forget_all_have_no_gradient(decay):
+    case = replace(BASE, decay=decay, gate="resets", T=128)
+    arrays, cotangents = make(case)
+    if decay == "constant":
+        arrays = (*arrays[:3], arrays[3].at[0].set(-jnp.inf), *arrays[4:])
+    gradient = np.asarray(results(triton_gpu.run, case.call, arrays, cotangents)[5])
+    forgets = np.isneginf(np.asarray(arrays[3]))
+    assert forgets.any() and (gradient[forgets] == 0).all() and gradient.any()
 
 
 @pytest.mark.parametrize("factors", BEYOND_FLOAT16, ids=str)

@@ -8,8 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
-from triton_cases import BEYOND_FLOAT16, NAMES, Case, assert_matches, make, make_beyond_float16, oracle, results
+from triton_cases import (
+    BEYOND_FLOAT16,
+    MIXES,
+    NAMES,
+    Case,
+    assert_dtypes,
+    assert_matches,
+    burst,
+    make,
+    make_beyond_float16,
+    oracle,
+    results,
+    unseen,
+)
 
+import ejkernel
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence import xla
@@ -95,6 +109,88 @@ def test_float16_overflows_nowhere_in_between(factors):
     expected = oracle(case.call, arrays, make(case)[1])
     for got, wanted in zip(triton_gpu.run(case.call, *arrays), expected[:2], strict=True):
         assert_close(got, wanted, 2e-3)
+
+
+# the kernels that multiply are three; what goes in is cast before any of them
+MIXED = [("head", mix) for mix in MIXES] + [(decay, mix) for decay in ("none", "constant", "key") for mix in MIXES[:2]]
+
+
+@pytest.mark.parametrize("decay, mix", MIXED, ids=str)
+def test_dtypes_mix(decay, mix):
+    dtypes, dtype = mix
+    case = replace(BASE, decay=decay, dtypes=dtypes, dtype=dtype, T=20, H=1, Hkv=1)
+    arrays, cotangents = make(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_dtypes(case, arrays, actual)
+    # as coarse as the coarsest of what goes in, comes out or is handed back
+    coarsest = "bfloat16" if "bfloat16" in (*dtypes, dtype) else "float16"
+    assert_matches(actual, oracle(case.call, arrays, cotangents), TOLERANCE[coarsest])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fronts_lower_for_a_cpu_beside_it(scaled):
+    """Where Triton counts as available, both implementations are traced, and must agree on every dtype."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 2, 16)), jnp.bfloat16)
+    key = x if scaled else x.astype(jnp.float32)
+    scale = jnp.float32(0.3) if scaled else None
+
+    def fronts(x, key, gate):
+        yield ejkernel.retention(x, key, x, softmax_scale=scale)
+        yield ejkernel.linear_attention(x, key, x, softmax_scale=scale)
+        yield ejkernel.simple_gla(x, key, x, -jnp.abs(gate[..., 0]), softmax_scale=scale)
+        yield ejkernel.recurrent_gla(x, key, x, -jnp.abs(gate), softmax_scale=scale)
+
+    def loss(*arrays):
+        return sum(output.astype(jnp.float32).sum() + state.sum() for output, state in fronts(*arrays))
+
+    for got, given in zip(jax.grad(loss, (0, 1, 2))(x, key, x), (x, key, x), strict=True):
+        assert got.dtype == given.dtype
+        assert np.isfinite(np.asarray(got, np.float32)).all()
+
+
+EXTREMES = [
+    replace(BASE, name="head", decay="head", T=20),
+    replace(BASE, name="head-float16", decay="head", dtype="float16", T=20),
+    replace(BASE, name="head-packed-reverse", decay="head", reverse=True, **UNEVEN),
+    replace(BASE, name="key-packed", **UNEVEN),
+    replace(BASE, name="key-bfloat16-reverse", reverse=True, dtype="bfloat16", T=20),
+    replace(BASE, name="head-step", decay="head", T=3),
+    replace(BASE, name="key-step", T=3),
+]
+
+
+@pytest.mark.parametrize("case", EXTREMES, ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["no state", "zeros"])
+def test_nothing_stays_nothing_however_it_grows(case, zeros):
+    arrays, cotangents = burst(case)
+    expected = oracle(case.call, arrays, cotangents)
+    if zeros:
+        call = case.call
+        state = jnp.zeros((call.sequences, call.heads, call.key_dim, call.value_dim))
+        arrays = (*arrays[:5], state, arrays[6])
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    # the gradient of what would grow is infinite
+    assert_matches((*actual[:6], None), expected, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("decay", ["none", "constant", "head", "key"])
+def test_later_tokens_are_not_seen(decay):
+    case = replace(BASE, decay=decay, T=32, H=1, Hkv=1)
+    arrays, cotangents = unseen(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_matches(actual, oracle(case.call, arrays, cotangents), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("decay", ["constant", "head", "key"])
+def test_gates_that_forget_all_have_no_gradient(decay):
+    case = replace(BASE, decay=decay, gate="resets", B=2, T=32)
+    arrays, cotangents = make(case)
+    if decay == "constant":
+        arrays = (*arrays[:3], arrays[3].at[0].set(-jnp.inf), *arrays[4:])
+    gradient = np.asarray(results(triton_gpu.run, case.call, arrays, cotangents)[5])
+    forgets = np.isneginf(np.asarray(arrays[3]))
+    assert forgets.any() and not forgets.all()
+    assert (gradient[forgets] == 0).all() and (gradient[np.asarray(arrays[3]) > -1] != 0).all()
 
 
 STEPS = [

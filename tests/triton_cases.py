@@ -1,6 +1,7 @@
 """Calls of the gated linear recurrence for the Triton kernels' tests, and their float64 answers, gradients included."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ class Case:
     state: bool = True
     reverse: bool = False
     scale: float = 0.3
+    # of query, key, value, gates and initial state, where they differ; `dtype` is then the output's
+    dtypes: tuple[str, ...] | None = None
 
     def __str__(self):
         return self.name
@@ -71,16 +74,17 @@ def make(case, seed=0):
     """The call's arrays in their dtypes (gates and states in float32), and cotangents of both outputs."""
     rng = np.random.default_rng(seed)
     call = case.call
+    dtypes = case.dtypes or (*[case.dtype] * 3, "float32", "float32")
     B, T, H, N = call.batch, call.tokens, call.heads, call.sequences
 
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), call.dtype)
+    def normal(*shape, dtype=case.dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
 
-    query, key = normal(B, T, H, case.K), normal(B, T, case.Hkv, case.K)
-    value = normal(B, T, case.Hkv, case.V)
+    query, key = normal(B, T, H, case.K, dtype=dtypes[0]), normal(B, T, case.Hkv, case.K, dtype=dtypes[1])
+    value = normal(B, T, case.Hkv, case.V, dtype=dtypes[2])
     shape = {"none": None, "constant": (N, H), "head": (B, T, H), "key": (B, T, H, case.K)}[case.decay]
-    decay = None if shape is None else jnp.asarray(gates(case.gate, shape, rng), jnp.float32)
-    state = jnp.asarray(rng.normal(size=(N, H, case.K, case.V)), jnp.float32) if case.state else None
+    decay = None if shape is None else jnp.asarray(gates(case.gate, shape, rng), dtypes[3])
+    state = normal(N, H, case.K, case.V, dtype=dtypes[4]) if case.state else None
     borders = None
     if case.lengths is not None:
         borders = jnp.asarray(np.cumsum([0, *case.lengths]), jnp.int32)
@@ -97,6 +101,43 @@ def make_beyond_float16(case, factors):
     (*tokens, decay, _, _, borders), _ = make(case)
     tokens = [(x * factor).astype(x.dtype) for x, factor in zip(tokens, factors, strict=True)]
     return *tokens, decay, None, None, borders
+
+
+# Query, key, value, gates and initial state, and the output: which is the query's dtype, unless its scale was an array
+# and the query comes in float32.
+MIXES = [
+    (("float32", "bfloat16", "bfloat16", "float32", "float32"), "bfloat16"),
+    (("float32", "float16", "float16", "float32", "float32"), "float16"),
+    (("bfloat16", "float32", "bfloat16", "bfloat16", "float32"), "bfloat16"),
+    (("bfloat16", "bfloat16", "float32", "float16", "bfloat16"), "bfloat16"),
+    (("float16", "bfloat16", "float16", "float32", "float16"), "float16"),
+    (("float32", "bfloat16", "float16", "bfloat16", "float32"), "float32"),
+    (("float32", "float32", "float32", "float16", "bfloat16"), "float32"),
+]
+
+
+def assert_dtypes(case, arrays, actual):
+    """Results have the call's dtypes, and gradients those of what they are the gradients of."""
+    call, inputs = case.call, (*arrays[:4], arrays[5])
+    dtypes = [call.dtype, call.state_dtype, *(None if x is None else x.dtype for x in inputs)]
+    for name, got, wanted in zip(NAMES, actual, dtypes, strict=True):
+        assert wanted is None or got.dtype == wanted, f"{name}: {got.dtype}, expected {wanted}"
+
+
+def burst(case):
+    """Arrays and cotangents of a call without initial states whose first gates would make infinitely much of one."""
+    arrays, cotangents = make(replace(case, state=False))
+    borders = np.cumsum([0, *(case.lengths or [case.T])])
+    spans = [(start, end) for start, end in itertools.pairwise(borders) if start < end]
+    first = np.array([end - 1 if case.reverse else start for start, end in spans])
+    return (*arrays[:3], arrays[3].at[:, first].set(100.0), *arrays[4:]), cotangents
+
+
+def unseen(case):
+    """Arrays and cotangents whose first query would overflow with the second key, which it must not see."""
+    arrays, cotangents = make(case)
+    query, key, value = arrays[:3]
+    return (query.at[:, 0].set(1e20), key.at[:, 1].set(1e20), value * 1e-5, *arrays[3:]), cotangents
 
 
 NAMES = ("output", "last", "query", "key", "value", "decay", "state")
@@ -135,7 +176,7 @@ def results(run, call, arrays, cotangents):
 
 def assert_matches(actual, expected, tolerance):
     """Bounds relative RMS errors, all values finite; `tolerance` is one number, or one by name and `other`."""
-    for name, got, want in zip(NAMES, actual, expected, strict=True):
+    for name, got, want in zip(NAMES[: len(actual)], actual, expected, strict=True):
         if got is None:
             continue
         got = np.asarray(got).astype(np.float64)

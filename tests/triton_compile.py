@@ -1,6 +1,6 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py CAPABILITY DTYPE DIM DECAY
+python tests/triton_compile.py CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -54,8 +54,9 @@ def shared_memory(capability, kernel, types, warps, stages, constants):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared / 1024
 
 
-def main(capability, dtype, dim, decay):
-    shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": int(dim), "V": int(dim)}
+def main(capability, dtype, dims, decay):
+    key_dim, value_dim = map(int, dims.split("x"))
+    shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": key_dim, "V": value_dim}
     case = triton_cases.Case("compiled", decay=decay, dtype=dtype, **shape)
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), case)]
     print(json.dumps([(name, shared_memory(int(capability), *each)) for name, *each in found]))

@@ -1,5 +1,7 @@
 """The gated linear recurrence on NVIDIA GPUs, as Triton kernels."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,12 @@ from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton.recurrence import recurrence
 
 _LARGEST_DIM = 256
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in [jnp.dtype(each) for each in _DTYPES]:
+    if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.value_decay:
         return "decay along the value dims (gv) has no Triton kernel"
@@ -39,5 +41,22 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
     del value_log_decay
-    arrays = _varying.align((query, key, value, log_decay, initial_state, cu_seqlens))
-    return recurrence(call, *arrays)
+    dtype = _common_dtype(call, query, key, value)
+    tokens = [each.astype(dtype) for each in (query, key, value)]
+    gates, state = _at_most_float32(log_decay), _at_most_float32(initial_state)
+    arrays = _varying.align((*tokens, gates, state, cu_seqlens))
+    output, last = recurrence(replace(call, dtype=dtype), *arrays)
+    return output.astype(call.dtype), last
+
+
+def _common_dtype(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> np.dtype:
+    """What the kernels multiply in, and so what they want of query, key and value alike."""
+    if call.dtype == key.dtype == value.dtype == jnp.bfloat16:
+        # a query that was scaled comes in float32; it may be rounded as its keys are, since bfloat16 has the range
+        return call.dtype
+    dtypes = {each.dtype for each in (query, key, value)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= _DTYPES else np.dtype(np.float32)
+
+
+def _at_most_float32(x: jax.Array | None) -> jax.Array | None:
+    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x

@@ -11,6 +11,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2**-200 is 0 in float32.
 LEAST = tl.constexpr(-200.0)
+# 2**128 is the first power that float32 does not have, and 2**190 takes any number that matters beyond.
+MOST = tl.constexpr(127.99)
+BEYOND = tl.constexpr(190.0)
 
 NONE = tl.constexpr(0)
 CONSTANT = tl.constexpr(1)
@@ -104,6 +107,20 @@ def load_weights(p_weight, i_chunk, o_r, C: tl.constexpr):
     b_near, b_far = tl.split(b_weight)
     b_whole, b_part = tl.split(b_sum)
     return b_near, b_far, b_whole, b_part
+
+
+@triton.jit
+def in_bits(b_gate):
+    """A gate in base 2, no further from 0 than what forgets all, or makes too much of all."""
+    return tl.minimum(tl.maximum(b_gate * LOG2E, LEAST), -LEAST)
+
+
+@triton.jit
+def faded(b, b_bits):
+    """`b 2**bits`, also where the power alone would overflow: nothing stays nothing however much it would grow."""
+    m_beyond = b_bits > MOST
+    b_power = tl.exp2(tl.minimum(b_bits, BEYOND) - tl.where(m_beyond, 64.0, 0.0))
+    return b * b_power * tl.where(m_beyond, 2.0**64, 1.0)
 
 
 @triton.jit
@@ -232,12 +249,12 @@ def walk(
         o_gap = -o_gap
 
     if DECAY == CONSTANT:
-        b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + i_h).to(tl.float32) * LOG2E
-        b_gate = tl.maximum(b_gate, LEAST)
-        b_pair = tl.exp2(tl.where(o_gap >= 0, b_gate * o_gap, float("-inf")))
-        b_near = tl.exp2(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)))
-        b_write = tl.exp2(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)))
-        b_through = tl.exp2(b_gate * C)
+        b_gate = in_bits(tl.load(p_gate + i_n.to(tl.int64) * H + i_h).to(tl.float32))
+        # finite, since 0 times infinity would be no number
+        b_pair = tl.exp2(tl.minimum(b_gate * o_gap, MOST))
+        b_near = tl.exp2(tl.minimum(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)), MOST))
+        b_write = tl.exp2(tl.minimum(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)), MOST))
+        b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
     if DECAY == HEAD:
         o_flag = tl.arange(0, 64)
         b_flag = tl.zeros([64], tl.int32)
@@ -306,16 +323,21 @@ def walk(
                 p_end = p_weight + i_chunk * (4 * C) + 4 * (C - 1)
                 b_whole_end = tl.load(p_end + 1)
                 b_part_end = tl.load(p_end + 3)
-                b_near = tl.exp2(b_whole_sum + b_part_sum)
-                b_far = tl.exp2((b_whole_end - b_whole_sum) + (b_part_end - b_part_sum))
-                b_before = tl.exp2(b_whole_end + b_part_end)
+                # these are still exponents
+                b_near = b_whole_sum + b_part_sum
+                b_far = (b_whole_end - b_whole_sum) + (b_part_end - b_part_sum)
+                b_all = b_whole_end + b_part_end
+                b_before = 1.0
                 b_after = 1.0
             else:
                 b_before = tl.load(p_factor + i_chunk * 2 + (1 if REVERSE else 0))
                 b_after = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
             if REVERSE:
                 b_near, b_far = b_far, b_near
-            b_added = b_z * b_far[None, :]
+            if STRONG == 1:
+                b_added = faded(b_z, b_far[None, :])
+            else:
+                b_added = b_z * b_far[None, :]
         if DECAY == CONSTANT:
             b_added = b_z * b_write[None, :]
         if (DECAY == HEAD) or (DECAY == CONSTANT):
@@ -331,7 +353,9 @@ def walk(
             else:
                 b_state = b_state * (b_due * b_before)
                 b_due = b_after
-            if STRONG == 0:
+            if STRONG == 1:
+                b_state = faded(b_state, b_all)
+            else:
                 b_seen = b_state
                 if RANGED:
                     b_lag = b_up
@@ -376,8 +400,8 @@ def walk(
                     # whole and fractional parts are summed apart: no strong gate costs a later one its digits
                     b_gap = b_whole_sum[None, :] - b_whole_sum[:, None]
                     b_gap += b_part_sum[None, :] - b_part_sum[:, None]
-                    b_score = b_score * tl.exp2(-b_gap if REVERSE else b_gap)
-                    b_out = b_out * b_near[None, :]
+                    b_score = faded(b_score, -b_gap if REVERSE else b_gap)
+                    b_out = faded(b_out, b_near[None, :])
                 else:
                     b_score = b_score * b_far[:, None]
                     if WEIGHED:
@@ -390,8 +414,7 @@ def walk(
                         b_score = tl.load(p_score + i_chunk * (C * C) + o_score).to(tl.float32)
                     else:
                         b_score = tl.zeros([C, C], tl.float32)
-            if DECAY != CONSTANT:
-                b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            b_score = tl.where(o_gap >= 0, b_score, 0.0)
             if RANGED:
                 b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
                 b_score = b_score * b_down_score[None, :]
@@ -441,6 +464,8 @@ def walk(
         if not OUTPUT:
             if DECAY == CONSTANT:
                 b_whole = b_whole * b_through
+            elif (DECAY == HEAD) and (STRONG == 1):
+                b_whole = faded(b_whole, b_all)
             elif DECAY == HEAD:
                 b_whole = b_whole * b_before * b_after
             elif DECAY != NONE:
@@ -532,7 +557,8 @@ def scan_segments(
             b_decay = tl.load(p_decay + i_here * K + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
         b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
         tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
-        b_state = b_state * b_decay + b_own
+        # a decay may be infinite
+        b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own
 
 
 @triton.jit
@@ -582,7 +608,7 @@ def step(
     if START:
         b_state = tl.load(p_start + o_state, mask=m_state, other=0.0).to(tl.float32)
     if DECAY == CONSTANT:
-        b_decay = tl.exp2(tl.load(p_gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32) * LOG2E)
+        b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
     for i_row in range(0, n_rows):
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_q = i_token * H + i_h
@@ -591,12 +617,13 @@ def step(
         b_k = tl.load(p_k + i_k * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_v = tl.load(p_v + i_k * V + o_v, mask=m_v, other=0.0).to(tl.float32)
         if DECAY == HEAD:
-            b_state = b_state * tl.exp2(tl.load(p_gate + i_q, mask=is_real, other=0.0).to(tl.float32) * LOG2E)
+            b_gate = tl.load(p_gate + i_q, mask=is_real, other=0.0).to(tl.float32)
+            b_state = faded(b_state, b_gate * LOG2E)
         elif DECAY == KEY_COLUMNS:
             b_gate = tl.load(p_gate + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_state = b_state * tl.exp2(b_gate * LOG2E)[:, None]
+            b_state = faded(b_state, (b_gate * LOG2E)[:, None])
         elif DECAY == CONSTANT:
-            b_state = b_state * b_decay
+            b_state = faded(b_state, b_gate * LOG2E)
         b_state = b_state + b_k[:, None] * b_v[None, :]
         b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
         tl.store(p_out + i_q * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
@@ -637,7 +664,7 @@ def fold_head_gates(
         p_tile = p_gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
     else:
         p_tile = p_gate + token_of(i_first, n_rows, i_c * C + o_r, FLIP)[:, None] * H + o_h[None, :]
-    b_gate = tl.maximum(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32) * LOG2E, LEAST)
+    b_gate = in_bits(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
     b_part = tl.cumsum(b_gate - b_whole, 0)
     b_whole = tl.cumsum(b_whole, 0)
@@ -745,6 +772,10 @@ def sum_head_gates(
         for i_z in tl.static_range(NZ):
             b_query += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
             b_key += tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+        if DECAY == CONSTANT:
+            # one number for all tokens, in which the sums of each mostly cancel
+            b_query = b_query.to(tl.float64)
+            b_key = b_key.to(tl.float64)
         b_sum = b_query - b_key
         p_end = p_border + i_block.to(tl.int64) * H + o_h
         b_end = tl.load(p_end, mask=m_h, other=0.0)

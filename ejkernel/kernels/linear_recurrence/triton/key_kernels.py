@@ -15,11 +15,17 @@ from ejkernel.kernels.linear_recurrence.triton.kernels import (
     GROUPS,
     LEAST,
     LOG2E,
+    MOST,
     blocks_before,
+    faded,
+    in_bits,
     load_rows,
     locate,
     token_of,
 )
+
+# The largest number that bfloat16 has.
+LARGEST = tl.constexpr((2.0 - 2.0**-7) * 2.0**127)
 
 
 @triton.jit
@@ -148,7 +154,7 @@ def fold_gates(
     tl.store(p_flag + i_chunk, is_exact.to(tl.int32))
     tl.store(p_late + i_chunk * K + o_k, b_late, mask=m_k)
     # a flagged chunk's k̂ and q̂ carry the decay to its ends already
-    b_all = tl.exp2(b_early + b_late)
+    b_all = tl.exp2(tl.minimum(b_early + b_late, MOST))
     b_first = tl.where(is_exact, b_all, tl.exp2(b_early))
     b_second = tl.where(is_exact, 1.0, tl.exp2(b_late))
     p_pair = p_factor + i_chunk * (4 * K) + o_k
@@ -161,7 +167,7 @@ def fold_gates(
 @triton.jit
 def split_gate(b_gate):
     """A gate in base 2 as float16 summands: whole eighths, the rest, and what rounding took off the rest."""
-    b_gate = tl.maximum(b_gate * LOG2E, LEAST)
+    b_gate = in_bits(b_gate)
     b_whole = tl.floor(b_gate * 8.0 + 0.5) * 0.125
     b_rest = b_gate - b_whole
     b_part = b_rest.to(tl.float16)
@@ -249,6 +255,13 @@ def sums_to_ends(
         b_since = load_sums(p_sum, o_r, o_k, C, KP)
         b_until = load_sums(p_sum, o_r * 0 + (C - 1), o_k, C, KP) - b_since
     return b_since, b_until
+
+
+@triton.jit
+def fold_to_end(b, b_bits):
+    """Rows of q or k with the gates to an end of the chunk folded in; finite, so that no state stays no state."""
+    b_hat = faded(b.to(tl.float32), b_bits)
+    return tl.where(b_hat > LARGEST, LARGEST, tl.where(b_hat < -LARGEST, -LARGEST, b_hat))
 
 
 @triton.jit
@@ -366,9 +379,9 @@ def exact_scores(
                 )
                 m_tile = m_read[None, :] & (o_k[:, None] < K)
                 o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
-                b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
+                b_hat = fold_to_end(b_q, b_since)
                 tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
-                b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
+                b_hat = fold_to_end(b_k, b_until)
                 tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
                 b_own = tl.dot(tl.trans(b_q), b_k, input_precision=PRECISION)
                 b_score += tl.where(o_row == o_column, b_own, 0.0)
@@ -466,14 +479,12 @@ def exact_gradients(
                 b_since, b_until = sums_to_ends(
                     p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, K, KP, PAD, C, FINE
                 )
-                b_fade = tl.exp2(b_since)
                 b_grad = load_columns(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
-                b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
-                b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
-                b_fade = tl.exp2(b_until)
+                b_summand = fold_to_end(b_q, b_since).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dq = faded(b_grad, b_since) + b_own * b_k.to(tl.float32)
                 b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
-                b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
-                b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
+                b_summand -= fold_to_end(b_k, b_until).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dk = faded(b_grad, b_until) + b_own * b_q.to(tl.float32)
                 # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs
                 b_fold, b_fade = fold_level(
                     b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE

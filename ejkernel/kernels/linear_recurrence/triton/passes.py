@@ -206,7 +206,9 @@ class Launcher:
         key_rows = rows == "key"
         dim_x, dim_z = (call.value_dim, call.key_dim) if key_rows else (call.key_dim, call.value_dim)
         state_row, state_column = (call.value_dim, 1) if key_rows else (1, call.value_dim)
-        block = min(tile.block, _power(dim_z))
+        # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
+        fewest = 64 if scores and call.decay == "key" and config.chunk == 64 else 16
+        block = min(tile.block, max(_power(dim_z), fewest))
         parts = _cdiv(dim_z, block)
         n_segments, n_groups = self.blocks(self.plan.segment), self.blocks(config.chunk * self.group)
         key_decay = call.decay == "key"
@@ -383,7 +385,7 @@ def backward(
         hats = (qhat, khat, dquery, dkey, memory, dmemory)
         dquery, dkey, dgate = _unfold(launcher, arrays, gates, doutput, hats, shared)
     elif wanted:
-        first = None if initial_state is None else (initial_state.astype(F32) * dstart).sum((2, 3))
+        first = None if initial_state is None else _met(initial_state.astype(F32), dstart)
         dgate = _head_gate_gradient(launcher, log_decay, query_dots, key_dots, memory, dmemory, first)
         if call.decay == "constant":
             dgate = _sum_tokens(call, dgate, cu_seqlens)
@@ -392,6 +394,11 @@ def backward(
         dgate = jnp.zeros_like(log_decay)
     dkey, dvalue = _sum_shared(call, dkey), _sum_shared(call, dvalue)
     return dquery, dkey, dvalue, dgate, None if initial_state is None else dstart.astype(initial_state.dtype)
+
+
+def _met(state: jax.Array, dstate: jax.Array) -> jax.Array:
+    """⟨S, dS⟩ of each head; the gradient of nothing may be infinite."""
+    return jnp.where(state == 0, 0, state * dstate).sum((2, 3))
 
 
 def _sum_shared(call: Call, x: jax.Array) -> jax.Array:
