@@ -1,6 +1,7 @@
 """Imports go down the layers of `docs/architecture.md`, never up."""
 
 import ast
+import re
 from pathlib import Path
 
 import ejkernel
@@ -11,6 +12,7 @@ LAYERS = (
     ("ejkernel._checks", "ejkernel._command_line", "ejkernel._drawing", "ejkernel._sharding", "ejkernel.bench.timing"),
     ("ejkernel.xla_utils",),
     ("ejkernel._dispatch",),
+    ("ejkernel.kernels._launch", "ejkernel.kernels._varying", "ejkernel.kernels.chunks"),
     ("ejkernel.kernels",),
     ("ejkernel.attention", "ejkernel.linear_attention"),
     ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
@@ -30,6 +32,10 @@ def layer(module):
     return max(names)[1]
 
 
+def name_of(path):
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def imports(path):
     """The modules of ours that the one at `path` imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -42,7 +48,7 @@ def imports(path):
 
 def test_imports_go_down():
     for path in ROOT.rglob("*.py"):
-        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        module = name_of(path)
         for name in imports(path):
             assert layer(name) <= layer(module), f"{module} imports {name}, which is above it"
 
@@ -50,3 +56,13 @@ def test_imports_go_down():
 def test_only_one_module_imports_jax_triton():
     users = {path.name for path in ROOT.rglob("*.py") if "jax_triton" in path.read_text()}
     assert users <= {"_launch.py"}
+
+
+def test_device_code_is_imported_when_it_is_launched():
+    """`import ejkernel` must not import Triton, so only device code imports it, and only device code imports that."""
+    device = {name_of(path) for path in ROOT.rglob("*.py") if re.search(r"^import triton$", path.read_text(), re.M)}
+    assert {name.split(".")[2] for name in device} >= {"chunks", "linear_recurrence"}
+    for path in ROOT.rglob("*.py"):
+        if name_of(path) not in device:
+            found = [name for name in imports(path) if any(f"{name}.".startswith(f"{each}.") for each in device)]
+            assert not found, f"{path} imports {found}"

@@ -147,7 +147,11 @@ SMALL = [
 
 @pytest.mark.parametrize("decay, dims", SMALL, ids=str)
 def test_small_dims(decay, dims):
-    check(replace(BASE, decay=decay, B=1, H=2, Hkv=2, T=200, K=dims[0], V=dims[1], scale=dims[0] ** -0.5))
+    case = replace(BASE, decay=decay, B=1, H=2, Hkv=2, T=200, K=dims[0], V=dims[1], scale=dims[0] ** -0.5)
+    arrays, cotangents = make(case)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    # a state of one number averages no errors
+    assert_matches(actual, oracle(case.call, arrays, cotangents), {"other": 2e-2, "decay": 3e-2})
 
 
 @pytest.mark.parametrize("seed", range(3))

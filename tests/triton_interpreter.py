@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
+import re
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -12,13 +14,18 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import ejkernel
 from ejkernel.kernels import _launch
 
-MODULES = (
-    "ejkernel.kernels.linear_recurrence.triton.kernels",
-    "ejkernel.kernels.linear_recurrence.triton.key_kernels",
-)
+ROOT = Path(ejkernel.__file__).parent
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+def device_modules():
+    """Names of the library's modules of device code: those that import Triton at their top."""
+    for path in ROOT.rglob("*.py"):
+        if re.search(r"^import triton$", path.read_text(), re.MULTILINE):
+            yield ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
 
 
 @contextlib.contextmanager
@@ -72,8 +79,9 @@ def _decorate():
         for name, each in list(vars(module).items()):
             if isinstance(each, jit.JITFunction):
                 setattr(module, name, interpreter.InterpretedFunction(each.fn))
-    for name in MODULES:
-        importlib.reload(importlib.import_module(name))
+    for name in device_modules():
+        # whoever launches a kernel imports it then, and those it calls with it
+        sys.modules.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import passes
-from ejkernel.kernels.linear_recurrence.triton.passes import Plan
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 
 def recurrence(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,99 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code: where blocks of tokens lie, packed or not, and their rows as tiles.
+
+Names in device code: `i_` index, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
+"""
+
+import triton
+import triton.language as tl
+
+# Rows of the packing table: sequence borders, then how many chunks, groups and segments lie before each sequence.
+CHUNKS = tl.constexpr(1)
+GROUPS = tl.constexpr(2)
+SEGMENTS = tl.constexpr(3)
+
+
+@triton.jit
+def locate(i_block, p_cu, p_owner, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+    """Sequence, block in it, first token, tokens and readable tokens of the i-th block of L tokens.
+
+    The sequence past the last is padding: its tokens are written, as zeros, and never read.
+    """
+    if PACKED:
+        i_n = tl.load(p_owner + i_block)
+        i_first = tl.load(p_cu + i_n)
+        n_rows = tl.load(p_cu + i_n + 1) - i_first
+        i_j = i_block - tl.load(p_cu + ROW * (N + 2) + i_n)
+        n_read = tl.where(i_n < N, n_rows, 0)
+        i_first = i_first.to(tl.int64)
+    else:
+        n_blocks = tl.cdiv(T, L)
+        i_n = i_block // n_blocks
+        i_j = i_block % n_blocks
+        i_first = i_n.to(tl.int64) * T
+        n_rows = i_block * 0 + T
+        n_read = n_rows
+    return i_n, i_j, i_first, n_rows, n_read
+
+
+@triton.jit
+def blocks_before(i_n, p_cu, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+    """How many blocks of L tokens lie in the sequences before this one."""
+    if PACKED:
+        return tl.load(p_cu + ROW * (N + 2) + i_n).to(tl.int64)
+    else:
+        return (i_n * tl.cdiv(T, L)).to(tl.int64)
+
+
+@triton.jit
+def token_of(i_first, n_rows, i_row, FLIP: tl.constexpr):
+    """Where row `i_row` of a sequence lies in memory; FLIP visits the last token first."""
+    if FLIP:
+        return i_first + (n_rows - 1 - i_row)
+    else:
+        return i_first + i_row
+
+
+@triton.jit
+def load_rows(
+    p,
+    i_token,
+    i_head,
+    o_r,
+    m_r,
+    o_c,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):
+    """Rows of one head as a tile; what the masks leave out is 0."""
+    p_tile = p + (i_token * HEADS + i_head) * D + o_r[:, None] * (HEADS * D) + o_c[None, :]
+    if WHOLE and not PAD:
+        b = tl.load(p_tile)
+    else:
+        m_tile = m_r[:, None]
+        if PAD:
+            m_tile = m_tile & (o_c[None, :] < D)
+        b = tl.load(p_tile, mask=m_tile, other=0.0)
+    if WIDE:
+        b = b.to(tl.float32)
+    return b
+
+
+@triton.jit
+def load_columns(
+    p, i_token, i_head, o_t, m_r, o_c, HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr
+):
+    """Rows of one head as the columns of a tile; what the masks leave out is 0."""
+    m_tile = m_r[None, :]
+    if PAD:
+        m_tile = m_tile & (o_c[:, None] < D)
+    b = tl.load(
+        p + (i_token * HEADS + i_head) * D + (o_t[None, :] * (HEADS * D) + o_c[:, None]), mask=m_tile, other=0.0
+    )
+    if WIDE:
+        b = b.to(tl.float32)
+    return b

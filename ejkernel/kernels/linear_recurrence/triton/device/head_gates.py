@@ -1,0 +1,174 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code for one decay a head: gates as the walks read them, and their gradient."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, in_bits
+from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, locate, token_of
+
+
+@triton.jit
+def fold_head_gates(
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_weight,
+    p_factor,
+    p_flag,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
+
+    Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
+    that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
+    """
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    o_r = tl.arange(0, C)
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    m_gate = (i_c * C + o_r < n_read)[:, None] & (o_h < H)[None, :]
+    if DECAY == "constant":
+        p_tile = p_gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
+    else:
+        p_tile = p_gate + token_of(i_first, n_rows, i_c * C + o_r, FLIP)[:, None] * H + o_h[None, :]
+    b_gate = in_bits(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32))
+    b_whole = tl.floor(b_gate + 0.5)
+    b_part = tl.cumsum(b_gate - b_whole, 0)
+    b_whole = tl.cumsum(b_whole, 0)
+    m_middle = (o_r == C // 2 - 1)[:, None]
+    m_end = (o_r == C - 1)[:, None]
+    b_whole_middle = tl.sum(tl.where(m_middle, b_whole, 0.0), 0)[None, :]
+    b_part_middle = tl.sum(tl.where(m_middle, b_part, 0.0), 0)[None, :]
+    b_whole_end = tl.sum(tl.where(m_end, b_whole, 0.0), 0)[None, :]
+    b_part_end = tl.sum(tl.where(m_end, b_part, 0.0), 0)[None, :]
+    b_early = b_whole_middle + b_part_middle
+    b_late = (b_whole_end - b_whole_middle) + (b_part_end - b_part_middle)
+    b_from_middle = (b_whole - b_whole_middle) + (b_part - b_part_middle)
+    b_most = tl.maximum(tl.max(tl.abs(b_from_middle), 0)[None, :], tl.abs(b_early))
+
+    i_chunk = (i_block.to(tl.int64) * H + o_h)[None, :]
+    m_chunk = (o_h < H)[None, :]
+    b_weight = tl.join(
+        tl.join(tl.exp2(b_from_middle), tl.exp2(-b_from_middle)),
+        tl.join(b_whole, b_part),
+    )
+    o_pair = tl.arange(0, 2)
+    o_weight = o_r[:, None, None, None] * 4 + o_pair[None, None, :, None] * 2 + o_pair[None, None, None, :]
+    p_tile = p_weight + (i_chunk * (4 * C))[:, :, None, None] + o_weight
+    tl.store(p_tile, b_weight, mask=m_chunk[:, :, None, None])
+    tl.store(p_factor + i_chunk * 2, tl.exp2(b_early), mask=m_chunk)
+    tl.store(p_factor + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_chunk)
+    tl.store(p_flag + i_chunk, (b_most > LIMIT).to(tl.int32), mask=m_chunk)
+
+
+@triton.jit
+def meet_states(
+    p_state,
+    p_dstate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """⟨S, dS⟩ at the later end of each group of chunks: the gradient of the gate that comes next."""
+    ROWS: tl.constexpr = 16
+    i_program = tl.program_id(0)
+    _, i_j, _, n_rows, _ = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
+    o_v = tl.arange(0, ROWS)
+    o_k = tl.arange(0, BK)
+    b_sum = tl.zeros([ROWS, BK], tl.float32)
+    if i_j * (C * G) < n_rows:
+        for i_v in range(0, V, ROWS):
+            o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
+            m_state = (i_v + o_v < V)[:, None] & (o_k < K)[None, :]
+            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
+            b_sum += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
+    tl.store(p_out + i_program, tl.sum(tl.sum(b_sum, 1), 0) * SCALE)
+
+
+@triton.jit
+def sum_head_gates(
+    p_gate,
+    p_query,
+    p_key,
+    p_border,
+    p_first,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_out,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    NZ: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    DECAY: tl.constexpr,
+    START: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
+
+    What the sum should have come to at the group's start is known too, from the states there: the difference, which is
+    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms.
+    """
+    BLOCK: tl.constexpr = C * G
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
+    o_r = tl.arange(0, BLOCK)
+    i_row = i_j * BLOCK + o_r
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    m_h = o_h < H
+    m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
+    o_tile = token_of(i_first, n_rows, i_row, FLIP)[:, None] * H + o_h[None, :]
+    if i_j * BLOCK < n_rows:
+        b_query = tl.zeros([BLOCK, BH], tl.float32)
+        b_key = tl.zeros([BLOCK, BH], tl.float32)
+        for i_z in tl.static_range(NZ):
+            b_query += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+            b_key += tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+        if DECAY == "constant":
+            # one number for all tokens, in which the sums of each mostly cancel
+            b_query = b_query.to(tl.float64)
+            b_key = b_key.to(tl.float64)
+        b_sum = b_query - b_key
+        p_end = p_border + i_block.to(tl.int64) * H + o_h
+        b_end = tl.load(p_end, mask=m_h, other=0.0)
+        b_start = tl.load(p_end - H, mask=m_h & (i_j > 0), other=0.0)
+        if START:
+            b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
+        b_rest = tl.sum(b_sum, 0) + b_end - b_start
+        # of the largest, lest squares overflow
+        b_unit = 1.0 / tl.maximum(tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0), 1e-30)[None, :]
+        b_weight = (b_query * b_unit) * (b_query * b_unit) + (b_key * b_unit) * (b_key * b_unit)
+        b_share = tl.cumsum(b_weight / tl.maximum(tl.sum(b_weight, 0), 1e-30)[None, :], 0, reverse=True)
+        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_rest[None, :]
+        if DECAY == "head":
+            m_gate = (i_row < n_read)[:, None] & m_h[None, :]
+            b_gate = tl.load(p_gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
+            b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
+        tl.store(p_out + o_tile, b_sum.to(p_out.dtype.element_ty), mask=m_tile)

@@ -1,0 +1,255 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code for one decay a key dim: gates folded into queries and keys, and their gradient.
+
+A chunk's gates are folded against one reference in its middle: `q̂ = q e^{A_t - A_r}`, `k̂ = k e^{A_r - A_s}`. Where the
+gates of half a chunk are too strong for that, the chunk is flagged: `q̂ = q e^{A_t}`, `k̂ = k e^{A_C - A_s}`.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST
+from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, blocks_before, locate, token_of
+
+
+@triton.jit
+def load_four(p, o, o_step, m0, m1, m2, m3):
+    """Four rows at once, so that their loads are in flight together."""
+    b0 = tl.load(p + o, mask=m0, other=0.0).to(tl.float32)
+    b1 = tl.load(p + o + o_step, mask=m1, other=0.0).to(tl.float32)
+    b2 = tl.load(p + o + 2 * o_step, mask=m2, other=0.0).to(tl.float32)
+    b3 = tl.load(p + o + 3 * o_step, mask=m3, other=0.0).to(tl.float32)
+    return b0, b1, b2, b3
+
+
+@triton.jit
+def store_four(p, o, o_step, b0, b1, b2, b3, m0, m1, m2, m3):
+    tl.store(p + o, b0.to(p.dtype.element_ty), mask=m0)
+    tl.store(p + o + o_step, b1.to(p.dtype.element_ty), mask=m1)
+    tl.store(p + o + 2 * o_step, b2.to(p.dtype.element_ty), mask=m2)
+    tl.store(p + o + 3 * o_step, b3.to(p.dtype.element_ty), mask=m3)
+
+
+@triton.jit
+def fold_half(
+    p_q,
+    p_k,
+    p_gate,
+    p_qhat,
+    p_khat,
+    i_first,
+    n_rows,
+    n_read,
+    i_row,
+    i_h,
+    i_kh,
+    o_k,
+    m_k,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    LATE: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Folds the gates of half a chunk, from its middle outwards; returns their sums and the largest on the way."""
+    SIGN: tl.constexpr = (1 if LATE else -1) * (-1 if FLIP else 1)
+    b_sum = tl.zeros(o_k.shape, tl.float32)
+    b_most = tl.zeros(o_k.shape, tl.float32)
+    for i in range(0, HALF // 4):
+        if LATE:
+            i0 = i_row + HALF + 4 * i
+            i1, i2, i3 = i0 + 1, i0 + 2, i0 + 3
+        else:
+            i0 = i_row + HALF - 1 - 4 * i
+            i1, i2, i3 = i0 - 1, i0 - 2, i0 - 3
+        m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
+        i_token = token_of(i_first, n_rows, i0, FLIP)
+        o_q = (i_token * H + i_h) * K + o_k
+        g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, m0, m1, m2, m3)
+        q0, q1, q2, q3 = load_four(p_q, o_q, SIGN * H * K, m0, m1, m2, m3)
+        k0, k1, k2, k3 = load_four(p_k, (i_token * HKV + i_kh) * K + o_k, SIGN * HKV * K, m0, m1, m2, m3)
+        if LATE:
+            s0 = b_sum + g0 * LOG2E
+            s1 = s0 + g1 * LOG2E
+            s2 = s1 + g2 * LOG2E
+            s3 = s2 + g3 * LOG2E
+            b_sum = s3
+            u0, u1, u2, u3 = tl.exp2(s0), tl.exp2(s1), tl.exp2(s2), tl.exp2(s3)
+            w0, w1, w2, w3 = tl.exp2(-s0), tl.exp2(-s1), tl.exp2(-s2), tl.exp2(-s3)
+        else:
+            s0 = b_sum
+            s1 = s0 + g0 * LOG2E
+            s2 = s1 + g1 * LOG2E
+            s3 = s2 + g2 * LOG2E
+            b_sum = s3 + g3 * LOG2E
+            u0, u1, u2, u3 = tl.exp2(-s0), tl.exp2(-s1), tl.exp2(-s2), tl.exp2(-s3)
+            w0, w1, w2, w3 = tl.exp2(s0), tl.exp2(s1), tl.exp2(s2), tl.exp2(s3)
+        b_most = tl.maximum(b_most, tl.maximum(tl.abs(s1), tl.abs(s2)))
+        b_most = tl.maximum(b_most, tl.maximum(tl.abs(s3), tl.abs(b_sum)))
+        store_four(p_qhat, o_q, SIGN * H * K, q0 * u0, q1 * u1, q2 * u2, q3 * u3, m0, m1, m2, m3)
+        store_four(p_khat, o_q, SIGN * H * K, k0 * w0, k1 * w1, k2 * w2, k3 * w3, m0, m1, m2, m3)
+    return b_sum, b_most
+
+
+@triton.jit
+def fold_gates(
+    p_q,
+    p_k,
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_qhat,
+    p_khat,
+    p_factor,
+    p_late,
+    p_flag,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
+    HALF: tl.constexpr = C // 2
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = i_program // H
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_row = i_c * C
+    i_kh = i_h // (H // HKV)
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    b_early, b_most = fold_half(
+        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
+        H, HKV, K, HALF, False, FLIP,
+    )  # fmt: skip
+    b_late, b_most_late = fold_half(
+        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
+        H, HKV, K, HALF, True, FLIP,
+    )  # fmt: skip
+    is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > LIMIT
+    i_chunk = i_program.to(tl.int64)
+    tl.store(p_flag + i_chunk, is_exact.to(tl.int32))
+    tl.store(p_late + i_chunk * K + o_k, b_late, mask=m_k)
+    # a flagged chunk's k̂ and q̂ carry the decay to its ends already
+    b_all = tl.exp2(tl.minimum(b_early + b_late, MOST))
+    b_first = tl.where(is_exact, b_all, tl.exp2(b_early))
+    b_second = tl.where(is_exact, 1.0, tl.exp2(b_late))
+    p_pair = p_factor + i_chunk * (4 * K) + o_k
+    tl.store(p_pair, b_first, mask=m_k)
+    tl.store(p_pair + K, b_second, mask=m_k)
+    tl.store(p_pair + 2 * K, tl.where(is_exact, b_all, b_second), mask=m_k)
+    tl.store(p_pair + 3 * K, tl.where(is_exact, 1.0, b_first), mask=m_k)
+
+
+@triton.jit
+def unfold_gates(
+    p_gate,
+    p_qhat,
+    p_khat,
+    p_dqhat,
+    p_dkhat,
+    p_late,
+    p_flag,
+    p_factor,
+    p_state,
+    p_dstate,
+    p_dq_in,
+    p_dk_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_dq,
+    p_dk,
+    p_dgate,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """dq and dk from dq̂ and dk̂, and the gates' gradient: sums to the end of a group of q·dq - k·dk and S·dS there.
+
+    Of a flagged chunk, dq and dk are there already and dq̂ holds the summands.
+    """
+    SIGN: tl.constexpr = 1 if FLIP else -1
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = i_program // H
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
+    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
+    b_sum = tl.zeros([BK], tl.float32)
+    if n_chunks > 0:
+        for i_v in range(0, V, 4):
+            o_state = i_program.to(tl.int64) * (K * V) + i_v * K + o_k
+            m0, m1, m2, m3 = m_k & (i_v < V), m_k & (i_v + 1 < V), m_k & (i_v + 2 < V), m_k & (i_v + 3 < V)
+            a0, a1, a2, a3 = load_four(p_state, o_state, K, m0, m1, m2, m3)
+            b0, b1, b2, b3 = load_four(p_dstate, o_state, K, m0, m1, m2, m3)
+            b_sum += (a0 * b0 + a1 * b1) + (a2 * b2 + a3 * b3)
+        i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
+        b_reach = tl.load(p_factor + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
+        b_sum = b_sum * SCALE / tl.where(tl.load(p_flag + i_last) != 0, 1.0, b_reach)
+    for i_step in range(0, n_chunks):
+        i_c = i_j * G + n_chunks - 1 - i_step
+        i_chunk = (i_chunk0 + i_c) * H + i_h
+        is_exact = tl.load(p_flag + i_chunk) != 0
+        b_fade = tl.load(p_late + i_chunk * K + o_k, mask=m_k, other=0.0)
+        for i in range(0, C // 4):
+            i0 = i_c * C + C - 1 - 4 * i
+            m0, m1, m2, m3 = (
+                m_k & (i0 < n_rows),
+                m_k & (i0 - 1 < n_rows),
+                m_k & (i0 - 2 < n_rows),
+                m_k & (i0 - 3 < n_rows),
+            )
+            r0, r1, r2, r3 = (
+                m_k & (i0 < n_read),
+                m_k & (i0 - 1 < n_read),
+                m_k & (i0 - 2 < n_read),
+                m_k & (i0 - 3 < n_read),
+            )
+            i_token = token_of(i_first, n_rows, i0, FLIP)
+            o_q = (i_token * H + i_h) * K + o_k
+            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, r0, r1, r2, r3)
+            a0, a1, a2, a3 = load_four(p_dqhat, o_q, SIGN * H * K, r0, r1, r2, r3)
+            if is_exact:
+                x0, x1, x2, x3 = a0, a1, a2, a3
+            else:
+                b0, b1, b2, b3 = load_four(p_dkhat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                q0, q1, q2, q3 = load_four(p_qhat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                k0, k1, k2, k3 = load_four(p_khat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                x0, x1, x2, x3 = q0 * a0 - k0 * b0, q1 * a1 - k1 * b1, q2 * a2 - k2 * b2, q3 * a3 - k3 * b3
+                f0 = b_fade
+                f1 = f0 - g0 * LOG2E
+                f2 = f1 - g1 * LOG2E
+                f3 = f2 - g2 * LOG2E
+                b_fade = f3 - g3 * LOG2E
+                a0, a1, a2, a3 = a0 * tl.exp2(f0), a1 * tl.exp2(f1), a2 * tl.exp2(f2), a3 * tl.exp2(f3)
+                b0, b1, b2, b3 = b0 * tl.exp2(-f0), b1 * tl.exp2(-f1), b2 * tl.exp2(-f2), b3 * tl.exp2(-f3)
+                store_four(p_dq, o_q, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
+                store_four(p_dk, o_q, SIGN * H * K, b0, b1, b2, b3, m0, m1, m2, m3)
+            d0 = b_sum + x0
+            d1 = d0 + x1
+            d2 = d1 + x2
+            d3 = d2 + x3
+            b_sum = d3
+            e0 = tl.where(g0 * LOG2E < LEAST, 0.0, d0)
+            e1 = tl.where(g1 * LOG2E < LEAST, 0.0, d1)
+            e2 = tl.where(g2 * LOG2E < LEAST, 0.0, d2)
+            e3 = tl.where(g3 * LOG2E < LEAST, 0.0, d3)
+            store_four(p_dgate, o_q, SIGN * H * K, e0, e1, e2, e3, m0, m1, m2, m3)

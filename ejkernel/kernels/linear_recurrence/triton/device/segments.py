@@ -1,0 +1,64 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code: the states at the starts of time segments."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.places import SEGMENTS, blocks_before
+
+
+@triton.jit
+def scan_segments(
+    p_segment,
+    p_decay,
+    p_start,
+    p_cu,
+    T,
+    N,
+    L,
+    p_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAYS: tl.constexpr,
+    START: tl.constexpr,
+    START_SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The state at the start of each time segment, from the segments' own states and whole decays."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_program = tl.program_id(0)
+    i_h = (i_program // NK) % H
+    i_n = i_program // (NK * H)
+    i_segment = blocks_before(i_n, p_cu, SEGMENTS, N, T, L, PACKED)
+    if PACKED:
+        n_segments = (tl.load(p_cu + SEGMENTS * (N + 2) + i_n + 1) - i_segment).to(tl.int32)
+    else:
+        n_segments = tl.cdiv(T, L)
+    o_k = (i_program % NK) * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    o_state = o_k[:, None] * V + o_v[None, :]
+    m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
+    b_state = tl.zeros([BK, BV], tl.float32)
+    if START:
+        p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        b_state = tl.load(p_tile, mask=m_state, other=0.0).to(tl.float32) * START_SCALE
+    for i_step in range(0, n_segments):
+        i_j = i_step
+        if REVERSE:
+            i_j = n_segments - 1 - i_step
+        i_here = (i_segment + i_j) * H + i_h
+        # the last segment's own state is of no use, and not there
+        m_own = i_step + 1 < n_segments
+        if DECAYS == 1:
+            b_decay = tl.load(p_decay + i_here, mask=m_own, other=0.0)
+        else:
+            b_decay = tl.load(p_decay + i_here * K + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+        b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
+        tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
+        # a decay may be infinite
+        b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own

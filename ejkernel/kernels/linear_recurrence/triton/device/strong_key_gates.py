@@ -1,0 +1,244 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code for chunks whose key gates are flagged as strong: their scores, and the gradients of these."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import faded
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.strong_gates import fold_level, fold_to_end, keep_sums, sums_to_ends
+
+
+@triton.jit
+def enter(
+    p_gate,
+    p_sum,
+    i_program,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """A flagged chunk's first token, its rows and where they lie, and which can be read; its gates are summed up."""
+    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+    o_r = tl.arange(0, C)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    m_read = i_c * C + o_r < n_read
+    if not FINE:
+        keep_sums(p_gate, p_sum, i_token, i_program % H, o_t, m_read, o_r, H, K, KP, BK, C)
+    return i_token, o_r, o_t, m_read
+
+
+@triton.jit
+def load_part(
+    p_q,
+    p_k,
+    p_gate,
+    p_sum,
+    i_token,
+    i_h,
+    o_t,
+    m_read,
+    o_r,
+    o_k,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    PAD: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """Some key dims of a chunk's queries and keys, and the sums of their gates to either end."""
+    b_q = load_columns(p_q, i_token, i_h, o_t, m_read, o_k, H, K, PAD, WIDE)
+    b_k = load_columns(p_k, i_token, i_h // (H // HKV), o_t, m_read, o_k, HKV, K, PAD, WIDE)
+    b_since, b_until = sums_to_ends(p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, K, KP, PAD, C, FINE)
+    return b_q, b_k, b_since, b_until
+
+
+@triton.jit
+def exact_scores(
+    p_q,
+    p_k,
+    p_gate,
+    p_flag,
+    p_qhat_in,
+    p_khat_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_qhat,
+    p_khat,
+    p_score,
+    p_sum,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+    WIDE: tl.constexpr,
+    FINE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded."""
+    PAD: tl.constexpr = K % BK != 0
+    p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
+    # several a program, since most often none of them is flagged; what is the same for all of them would take registers
+    for i_part in tl.range(0, HEADS, disable_licm=True):
+        i_program = tl.program_id(0) * HEADS + i_part
+        i_h = i_program % H
+        i_chunk = i_program.to(tl.int64)
+        if tl.load(p_flag + i_chunk) != 0:
+            i_token, o_r, o_t, m_read = enter(
+                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, PACKED, FLIP, FINE
+            )
+            o_row = o_r[:, None]
+            o_column = o_r[None, :]
+            b_score = tl.zeros([C, C], tl.float32)
+            for i_k in range(0, (K + BK - 1) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                b_q, b_k, b_since, b_until = load_part(
+                    p_q, p_k, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, HKV, K, KP, PAD, C, WIDE, FINE
+                )
+                m_tile = m_read[None, :] & (o_k[:, None] < K)
+                o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
+                b_hat = fold_to_end(b_q, b_since)
+                tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
+                b_hat = fold_to_end(b_k, b_until)
+                tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
+                b_own = tl.dot(tl.trans(b_q), b_k, input_precision=PRECISION)
+                b_score += tl.where(o_row == o_column, b_own, 0.0)
+                # a level's fold is made a turn ahead of its product, which so takes both operands from shared memory
+                b_fold = fold_level(
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                )[0]
+                for i_level in range(0, LEVELS):
+                    b_pair = tl.dot(tl.trans(b_fold), b_fold, input_precision=PRECISION)
+                    if i_level + 1 < LEVELS:
+                        b_fold = fold_level(
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            H, K, KP, PAD, C, FINE,
+                        )[0]  # fmt: skip
+                    # a late block meets the one before it
+                    o_met = tl.where(((o_row >> i_level) & 1) != 0, (o_row >> i_level) - 1, -1)
+                    b_score += tl.where((o_column >> i_level) == o_met, b_pair, 0.0)
+            tl.store(p_score + i_chunk * (C * C) + (o_row * C + o_column), b_score.to(p_score.dtype.element_ty))
+
+
+@triton.jit
+def exact_gradients(
+    p_q,
+    p_k,
+    p_v,
+    p_gate,
+    p_dout,
+    p_flag,
+    p_dqhat,
+    p_dkhat,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_summand,
+    p_dq,
+    p_dk,
+    p_sum,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+    WIDE: tl.constexpr,
+    FINE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """For a flagged chunk: dq and dk, of which dq̂ and dk̂ hold the state's part, and what a gate's gradient sums up.
+
+    The summand takes q̂ and k̂ as they were rounded, and leaves out what a token does to itself: both cancel in the sum,
+    which strong gates make so small that the rounding errors would drown it.
+    """
+    PAD: tl.constexpr = K % BK != 0
+    p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
+    # several a program, since most often none of them is flagged; what is the same for all of them would take registers
+    for i_part in tl.range(0, HEADS, disable_licm=True):
+        i_program = tl.program_id(0) * HEADS + i_part
+        i_h = i_program % H
+        i_kh = i_h // (H // HKV)
+        if tl.load(p_flag + i_program.to(tl.int64)) != 0:
+            i_token, o_r, o_t, m_read = enter(
+                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, PACKED, FLIP, FINE
+            )
+            o_row = o_r[:, None]
+            o_column = o_r[None, :]
+            b_dscore = tl.zeros([C, C], tl.float32)
+            for i_v in range(0, (V + BV - 1) // BV):
+                o_v = i_v * BV + tl.arange(0, BV)
+                b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, WIDE)
+                b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, V % BV != 0, WIDE)
+                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
+            # pairs of one level meet both ways: row of q with row of k, and back
+            b_dboth = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0)) * SCALE
+            if not WIDE:
+                b_dboth = b_dboth.to(p_q.dtype.element_ty)
+            b_own = tl.trans(tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1)[:, None]) * SCALE
+            for i_k in range(0, (K + BK - 1) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                b_q, b_k, b_since, b_until = load_part(
+                    p_q, p_k, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, HKV, K, KP, PAD, C, WIDE, FINE
+                )
+                b_grad = load_columns(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
+                b_summand = fold_to_end(b_q, b_since).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dq = faded(b_grad, b_since) + b_own * b_k.to(tl.float32)
+                b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
+                b_summand -= fold_to_end(b_k, b_until).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dk = faded(b_grad, b_until) + b_own * b_q.to(tl.float32)
+                # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs
+                b_fold, b_fade = fold_level(
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                )
+                for i_level in range(0, LEVELS):
+                    # each block meets its neighbour
+                    b_meet = tl.where((o_column >> i_level) == ((o_row >> i_level) ^ 1), b_dboth, 0.0)
+                    b_grad = tl.trans(tl.dot(b_meet, tl.trans(b_fold), input_precision=PRECISION))
+                    b_late = ((o_column >> i_level) & 1).to(tl.float32)
+                    b_summand += b_fold.to(tl.float32) * b_grad * (2.0 * b_late - 1.0)
+                    b_grad = b_grad * b_fade
+                    b_dq += b_grad * b_late
+                    b_dk += b_grad * (1.0 - b_late)
+                    if i_level + 1 < LEVELS:
+                        b_fold, b_fade = fold_level(
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            H, K, KP, PAD, C, FINE,
+                        )  # fmt: skip
+                m_tile = m_read[None, :] & (o_k[:, None] < K)
+                o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
+                tl.store(p_summand + o_tile, b_summand, mask=m_tile)
+                tl.store(p_dq + o_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
+                tl.store(p_dk + o_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)

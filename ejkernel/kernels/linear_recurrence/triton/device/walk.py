@@ -1,0 +1,393 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code: the walk, which carries a state through the chunks of a sequence, in all of its roles."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import MOST, faded, in_bits
+from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights, nearest
+
+
+@triton.jit
+def walk(
+    p_x,
+    p_y,
+    p_z,
+    p_w,
+    p_within,
+    p_factor,
+    p_flag,
+    p_start,
+    p_out_in,
+    p_last_in,
+    p_rowdot_in,
+    p_border_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    L,
+    p_out,
+    p_last,
+    p_rowdot,
+    p_border,
+    SHAPE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    WALK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Carries a state through the chunks of a sequence: `S ← decay S + z yᵀ`, `out = scale S x`, all roles swappable.
+
+    | `WALK.role` | x | y | z | w | rows of S | time | stores |
+    |---|---|---|---|---|---|---|---|
+    | `segment` | | k̂, or q̂ in reverse | v, or do | | V | as asked | each time segment's own state, and its decay |
+    | `output` | q̂ | k̂ | v | | V | forward | the output, and the final state |
+    | `dvalue` | k̂ | q̂ | do | | V | reverse | dv, and the gradient of the initial state if there is one |
+    | `dquery` | do | v | k̂ | q | K | forward | dq̂; where gates have a gradient, also row dots and states at borders |
+    | `dkey` | v | do | q̂ | k | K | reverse | dk̂; the same |
+
+    Without key gates q̂ and k̂ are q and k. `SHAPE`, `NUMBERS` and `WALK` are the records in `walks.py`.
+
+    The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
+    the kernels that fold gates lay down. `p_within` is what these know of a chunk's tokens: the gate itself (constant),
+    weights of rows (head), or the scores of flagged chunks (key).
+    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER stores the state at the
+    later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
+    Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
+    chunk is flagged. What strong gates need would take the registers of the common case. The second one gets the
+    first one's results as `p_…_in`, and adds to them in place.
+    float16 operands have the digits but not the range: rows of the state and of z, and columns of the scores, are
+    rounded after a power of two has brought them in range.
+    """
+    H: tl.constexpr = SHAPE.heads
+    HX: tl.constexpr = SHAPE.x_heads
+    HY: tl.constexpr = SHAPE.y_heads
+    HZ: tl.constexpr = SHAPE.z_heads
+    HW: tl.constexpr = SHAPE.w_heads
+    DX: tl.constexpr = SHAPE.x_dim
+    DZ: tl.constexpr = SHAPE.z_dim
+    BX: tl.constexpr = SHAPE.x_block
+    BZ: tl.constexpr = SHAPE.z_block
+    C: tl.constexpr = SHAPE.chunk
+    G: tl.constexpr = SHAPE.group
+    WHOLE: tl.constexpr = SHAPE.whole
+    SEGMENTED: tl.constexpr = SHAPE.segmented
+    FLIP: tl.constexpr = SHAPE.flip
+    PRECISION: tl.constexpr = NUMBERS.precision
+    WIDE: tl.constexpr = NUMBERS.wide
+    SCALE: tl.constexpr = NUMBERS.scale
+    START_SCALE: tl.constexpr = NUMBERS.start_scale
+    LAST_SCALE: tl.constexpr = NUMBERS.last_scale
+    DECAY: tl.constexpr = WALK.decay
+    REVERSE: tl.constexpr = WALK.reverse
+    START: tl.constexpr = WALK.start
+    LAST: tl.constexpr = WALK.last
+    STRONG: tl.constexpr = WALK.strong
+    ROWDOT: tl.constexpr = WALK.rowdot
+    BORDER: tl.constexpr = WALK.border
+    OUTPUT: tl.constexpr = WALK.role != "segment"
+    SCORES: tl.constexpr = (WALK.role == "output") or (WALK.role == "dvalue")
+    # key dims are the rows of the walked state, or its columns
+    BY_KEY: tl.constexpr = (WALK.role == "dquery") or (WALK.role == "dkey")
+    STATE_ROW: tl.constexpr = DX if BY_KEY else 1
+    STATE_COLUMN: tl.constexpr = 1 if BY_KEY else DZ
+    KEYED: tl.constexpr = DECAY == "key"
+    KEY_ROWS: tl.constexpr = KEYED and BY_KEY
+    KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
+    RANGED: tl.constexpr = (p_y.dtype.element_ty == tl.float16) and (not WIDE)
+    # weighed in full, scores fit in float16, and are rounded alike in the two walks whose row dots are subtracted
+    WEIGHED: tl.constexpr = ROWDOT or RANGED
+    NZ: tl.constexpr = (DZ + BZ - 1) // BZ
+    PAD_X: tl.constexpr = BX != DX
+    PAD_Z: tl.constexpr = NZ * BZ != DZ
+    i_program = tl.program_id(0)
+    i_z = i_program % NZ
+    i_h = (i_program // NZ) % H
+    i_block = i_program // (NZ * H)
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
+    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    if BORDER:
+        i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED)
+    n_chunks = tl.cdiv(n_rows, C)
+    i_from = i_j * (L // C)
+    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
+    if not OUTPUT:
+        # nobody starts from where a sequence ends
+        if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
+            return
+
+    o_r = tl.arange(0, C)
+    o_x = tl.arange(0, BX)
+    o_z = i_z * BZ + tl.arange(0, BZ)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
+    o_border = o_z[:, None] + o_x[None, :] * DZ
+    m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
+    i_xh = i_h // (H // HX)
+    i_yh = i_h // (H // HY)
+    i_zh = i_h // (H // HZ)
+
+    # scores are [row of y, row of x]
+    o_gap = o_r[None, :] - o_r[:, None]
+    if REVERSE:
+        o_gap = -o_gap
+
+    if DECAY == "constant":
+        b_gate = in_bits(tl.load(p_within + i_n.to(tl.int64) * H + i_h).to(tl.float32))
+        # finite, since 0 times infinity would be no number
+        b_pair = tl.exp2(tl.minimum(b_gate * o_gap, MOST))
+        b_near = tl.exp2(tl.minimum(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)), MOST))
+        b_write = tl.exp2(tl.minimum(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)), MOST))
+        b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
+    if DECAY == "head":
+        o_flag = tl.arange(0, 64)
+        b_flag = tl.zeros([64], tl.int32)
+        for i_step in range(0, n_steps, 64):
+            p_flags = p_flag + (i_chunk0 + i_from + i_step + o_flag) * H + i_h
+            b_flag = b_flag | tl.load(p_flags, mask=i_step + o_flag < n_steps, other=0)
+        if (tl.max(b_flag, 0) != 0) != STRONG:
+            return
+
+    b_state = tl.zeros([BZ, BX], tl.float32)
+    if START:
+        i_start = i_n.to(tl.int64)
+        if SEGMENTED:
+            i_start = i_block.to(tl.int64)
+        m_start = m_state
+        if PACKED:
+            m_start = m_start & (i_n < N)
+        b_state = (
+            tl.load(p_start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
+            * START_SCALE
+        )
+    # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
+    b_due = tl.full([BZ], 1.0, tl.float32) if RANGED else 1.0
+    if not OUTPUT:
+        if KEY_COLUMNS:
+            b_whole = tl.full([BX], 1.0, tl.float32)
+        elif KEY_ROWS:
+            b_whole = tl.full([BZ], 1.0, tl.float32)
+        else:
+            b_whole = 1.0
+    if ROWDOT:
+        i_wh = i_h // (H // HW)
+        i_row = (i_from + n_steps - 1 if REVERSE else i_from) * C
+        m_w = (i_row + o_r < n_read) & (n_steps > 0)
+        b_w = load_rows(p_w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
+
+    if (BORDER == 1) and REVERSE:
+        if n_steps > 0:
+            i_border = i_group0 + (i_from + n_steps - 1) // G
+            p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
+            tl.store(p_here, b_state.to(p_border.dtype.element_ty), mask=m_state)
+    for i_step in range(0, n_steps):
+        i_c = i_from + i_step
+        if REVERSE:
+            i_c = i_from + n_steps - 1 - i_step
+        i_row = i_c * C
+        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_chunk = (i_chunk0 + i_c) * H + i_h
+        m_read = i_row + o_r < n_read
+        b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
+        b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
+        if OUTPUT:
+            b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
+        if KEYED:
+            b_y = nearest(b_y, PRECISION)
+            b_z = nearest(b_z, PRECISION)
+            if OUTPUT:
+                b_x = nearest(b_x, PRECISION)
+
+        # what is added to the state, the state as the rows of x see it, and the state that is added to
+        b_added = b_z
+        b_seen = b_state
+        if DECAY == "head":
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_within, i_chunk, o_r, C)
+            if STRONG:
+                p_end = p_within + i_chunk * (4 * C) + 4 * (C - 1)
+                b_whole_end = tl.load(p_end + 1)
+                b_part_end = tl.load(p_end + 3)
+                # these are still exponents
+                b_near = b_whole_sum + b_part_sum
+                b_far = (b_whole_end - b_whole_sum) + (b_part_end - b_part_sum)
+                b_all = b_whole_end + b_part_end
+                b_before = 1.0
+                b_after = 1.0
+            else:
+                b_before = tl.load(p_factor + i_chunk * 2 + (1 if REVERSE else 0))
+                b_after = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
+            if REVERSE:
+                b_near, b_far = b_far, b_near
+            if STRONG:
+                b_added = faded(b_z, b_far[None, :])
+            else:
+                b_added = b_z * b_far[None, :]
+        if DECAY == "constant":
+            b_added = b_z * b_write[None, :]
+        if (DECAY == "head") or (DECAY == "constant"):
+            if RANGED:
+                b_down, b_up = in_range(b_added, 1, 2.0**-50)
+                b_added = b_added * b_down[:, None]
+            b_added = b_added.to(b_z.dtype)
+        b_lag = b_due
+        if DECAY == "head":
+            if RANGED:
+                b_state = b_state * (b_due * b_before * b_down)[:, None]
+                b_due = b_after * b_up
+            else:
+                b_state = b_state * (b_due * b_before)
+                b_due = b_after
+            if STRONG:
+                b_state = faded(b_state, b_all)
+            else:
+                b_seen = b_state
+                if RANGED:
+                    b_lag = b_up
+        if KEYED:
+            DK: tl.constexpr = DX if KEY_COLUMNS else DZ
+            o_k = o_x if KEY_COLUMNS else o_z
+            p_pair = p_factor + i_chunk * (4 * DK) + (2 * DK if REVERSE else 0)
+            b_before = tl.load(p_pair + o_k, mask=o_k < DK, other=0.0)
+            b_after = tl.load(p_pair + DK + o_k, mask=o_k < DK, other=0.0)
+            if KEY_COLUMNS:
+                b_before = b_before[None, :]
+                b_after = b_after[None, :]
+            else:
+                b_before = b_before[:, None]
+                b_after = b_after[:, None]
+            is_exact = tl.load(p_flag + i_chunk) != 0
+            b_seen = b_state * tl.where(is_exact, 1.0, b_before)
+            b_state = b_state * b_before
+            if BORDER == 2:
+                if (i_c % G == G - 1) | (i_c == n_chunks - 1):
+                    p_here = p_border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
+
+        if OUTPUT:
+            if RANGED:
+                b_down_seen, b_up_seen = in_range(b_seen, 1, 2.0**-126)
+                b_seen = b_seen * b_down_seen[:, None]
+            if DECAY != "none":
+                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
+            b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
+            if DECAY == "none":
+                # not before, so that this dot need not wait for the last chunk's
+                b_seen = b_seen.to(b_y.dtype)
+            b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
+            if RANGED:
+                b_out = b_out * (b_lag * b_up_seen)[:, None]
+            if DECAY == "constant":
+                b_out = b_out * b_near[None, :]
+                b_score = b_score * b_pair
+            if DECAY == "head":
+                if STRONG:
+                    # whole and fractional parts are summed apart: no strong gate costs a later one its digits
+                    b_gap = b_whole_sum[None, :] - b_whole_sum[:, None]
+                    b_gap += b_part_sum[None, :] - b_part_sum[:, None]
+                    b_score = faded(b_score, -b_gap if REVERSE else b_gap)
+                    b_out = faded(b_out, b_near[None, :])
+                else:
+                    b_score = b_score * b_far[:, None]
+                    if WEIGHED:
+                        b_score = b_score * b_near[None, :]
+                        b_out = b_out * b_near[None, :]
+            if KEYED:
+                if is_exact:
+                    if SCORES:
+                        o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
+                        b_score = tl.load(p_within + i_chunk * (C * C) + o_score).to(tl.float32)
+                    else:
+                        b_score = tl.zeros([C, C], tl.float32)
+            b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            if RANGED:
+                b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
+                b_score = b_score * b_down_score[None, :]
+                b_out = b_out * b_down_score[None, :]
+            b_score = nearest(b_score.to(b_z.dtype), PRECISION)
+            b_out = tl.dot(b_z, b_score, acc=b_out, input_precision=PRECISION)
+            if DECAY == "none":
+                b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
+            if (DECAY == "head") and (not STRONG) and (not WEIGHED):
+                b_out = b_out * (b_near * SCALE)[None, :]
+            elif RANGED:
+                b_out = b_out * (b_up_score * SCALE)[None, :]
+            else:
+                b_out = b_out * SCALE
+            m_write = i_row + o_r < n_rows
+            p_rows = p_out + (i_token * H + i_h) * DZ + o_t[:, None] * (H * DZ) + o_z[None, :]
+            b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
+            if WHOLE and not PAD_Z:
+                tl.store(p_rows, b_rows)
+            else:
+                m_out = m_write[:, None]
+                if PAD_Z:
+                    m_out = m_out & (o_z[None, :] < DZ)
+                tl.store(p_rows, b_rows, mask=m_out)
+            if ROWDOT:
+                # in the layout of the store, which is that of the other factor; rounding's rest is taken along
+                b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
+                b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
+                b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
+                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
+                # fetched a chunk ahead: it arrives while that chunk is worked on
+                i_next = i_row - C if REVERSE else i_row + C
+                i_token = token_of(i_first, n_rows, i_next, FLIP)
+                m_w = (i_next + o_r < n_read) & (i_step + 1 < n_steps)
+                b_w = load_rows(p_w, i_token, i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
+
+        if (DECAY != "none") or (not OUTPUT):
+            if DECAY == "constant":
+                if RANGED:
+                    b_state = b_state * (b_due * b_through * b_down)[:, None]
+                    b_due = b_up
+                else:
+                    b_state = b_state * b_through
+            b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
+            if KEYED:
+                b_state = b_state * b_after
+        if not OUTPUT:
+            if DECAY == "constant":
+                b_whole = b_whole * b_through
+            elif (DECAY == "head") and (STRONG):
+                b_whole = faded(b_whole, b_all)
+            elif DECAY == "head":
+                b_whole = b_whole * b_before * b_after
+            elif DECAY != "none":
+                b_whole = b_whole * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
+        if BORDER == 1:
+            # the state at a group's later end: forward it has just left the group, in reverse it is about to enter it
+            if REVERSE:
+                is_border = (i_c % G == 0) & (i_step + 1 < n_steps)
+            else:
+                is_border = (i_c % G == G - 1) | (i_step + 1 == n_steps)
+            if is_border:
+                i_border = i_group0 + i_c // G - (1 if REVERSE else 0)
+                p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
+                b_true = b_state * (b_due[:, None] if RANGED else b_due)
+                tl.store(p_here, b_true.to(p_border.dtype.element_ty), mask=m_state)
+    if (DECAY == "head") or (DECAY == "constant"):
+        b_state = b_state * (b_due[:, None] if RANGED else b_due)
+
+    if OUTPUT:
+        if LAST:
+            is_last = i_from + n_steps >= n_chunks
+            if REVERSE:
+                is_last = i_j == 0
+            if PACKED:
+                is_last = is_last & (i_n < N)
+            if is_last:
+                i_last = i_n.to(tl.int64) * H + i_h
+                tl.store(p_last + i_last * (DX * DZ) + o_state, b_state * LAST_SCALE, mask=m_state)
+    else:
+        i_segment = i_block.to(tl.int64) * H + i_h
+        tl.store(p_last + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
+        if KEY_COLUMNS:
+            tl.store(p_border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+        elif KEY_ROWS:
+            tl.store(p_border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
+        else:
+            tl.store(p_border + i_segment, b_whole, mask=i_z == 0)

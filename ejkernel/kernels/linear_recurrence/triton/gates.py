@@ -1,0 +1,227 @@
+"""Gates on their way to the walks and back: the launches that fold them, and those that give their gradient."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
+from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gates:
+    """The decays as the walks read them; which are there depends on the kind of decay."""
+
+    within: jax.Array | None = (
+        None  # what `device.walk` calls so; constant [N, H], head [chunks, H, C, 4], key [.., C, C]
+    )
+    factor: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
+    flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
+    late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]
+
+
+def fold_head_gates(launcher: Launcher, log_decay: jax.Array) -> Gates:
+    """One gate a head as the walks read it."""
+    call, config = launcher.call, launcher.config
+    chunk, chunks, heads = config.chunk, launcher.blocks(config.chunk), call.heads
+    block = min(4, 1 << (heads - 1).bit_length())
+    weight, factor, flag = launcher.launch(
+        device("head_gates").fold_head_gates,
+        log_decay,
+        outputs=[
+            shape(chunks, heads, chunk, 4),
+            shape(chunks, heads, 2),
+            shape(chunks, heads, dtype=jnp.int32),
+        ],
+        programs=chunks * cdiv(heads, block),
+        tile=Tile(block, 1, 1),
+        length=chunk,
+        H=heads,
+        BH=block,
+        C=chunk,
+        DECAY=call.decay,
+        LIMIT=config.limit,
+        FLIP=call.reverse,
+    )
+    return Gates(flag=flag, factor=factor, within=weight)
+
+
+def head_gate_gradient(
+    launcher: Launcher,
+    log_decay: jax.Array,
+    query_dots: jax.Array,
+    key_dots: jax.Array,
+    memory: jax.Array,
+    dmemory: jax.Array,
+    first: jax.Array | None,
+) -> jax.Array:
+    """The gradient of one gate a head and token, from what the walks of query and key leave."""
+    kernels, call, config = device("head_gates"), launcher.call, launcher.config
+    length = config.chunk * launcher.plan.group
+    groups = launcher.blocks(length)
+    shared: dict[str, Any] = {"length": length, "H": call.heads, "C": config.chunk, "G": launcher.plan.group}
+    (border,) = launcher.launch(
+        kernels.meet_states,
+        *(memory, dmemory),
+        outputs=[shape(groups, call.heads)],
+        programs=groups * call.heads,
+        tile=Tile(16, 4, 1),
+        K=call.key_dim,
+        V=call.value_dim,
+        BK=padded(call.key_dim),
+        SCALE=float(call.scale),
+        **shared,
+    )
+    block = min(4, 1 << (call.heads - 1).bit_length())
+    (dgate,) = launcher.launch(
+        kernels.sum_head_gates,
+        *(log_decay, query_dots, key_dots, border, first),
+        outputs=[shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
+        programs=groups * cdiv(call.heads, block),
+        tile=Tile(block, 8, 1),
+        BH=block,
+        NZ=query_dots.shape[-1],
+        DECAY=call.decay,
+        START=first is not None,
+        FLIP=call.reverse,
+        **shared,
+    )
+    return dgate
+
+
+def _heads_at_once(heads: int) -> int:
+    """Heads that one program of the exact path looks after."""
+    return math.gcd(heads, 8)
+
+
+def fold_key_gates(
+    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Gates]:
+    """Queries and keys with their gates folded in, and what is left of the gates."""
+    call, config = launcher.call, launcher.config
+    chunk, chunks, heads, dim = config.chunk, launcher.blocks(config.chunk), call.heads, call.key_dim
+    # float16 has too small a range for folded gates
+    folded = F32 if call.dtype == jnp.float16 else call.dtype
+    hat = shape(call.batch, call.tokens, heads, dim, dtype=folded)
+    fine = call.dtype == F32
+    shared: dict[str, Any] = {
+        "length": chunk,
+        "H": heads,
+        "HKV": call.kv_heads,
+        "K": dim,
+        "C": chunk,
+        "FLIP": call.reverse,
+    }
+    qhat, khat, factor, late, flag = launcher.launch(
+        device("key_gates").fold_gates,
+        *(query, key, log_decay),
+        outputs=[
+            hat,
+            hat,
+            shape(chunks, heads, 4, dim),
+            shape(chunks, heads, dim),
+            shape(chunks, heads, dtype=jnp.int32),
+        ],
+        programs=chunks * heads,
+        tile=Tile(padded(dim), max(1, padded(dim) // 128), 1),
+        BK=padded(dim),
+        LIMIT=config.limit,
+        **shared,
+    )
+    programs = chunks * heads // _heads_at_once(heads)
+    qhat, khat, score, _ = launcher.launch(
+        device("strong_key_gates").exact_scores,
+        *(query, key, log_decay, flag, qhat, khat),
+        # the last is where each program keeps the sums of a chunk's gates
+        outputs=[
+            hat,
+            hat,
+            shape(chunks, heads, chunk, chunk, dtype=folded),
+            None if fine else shape(programs, chunk, padded(dim)),
+        ],
+        programs=programs,
+        tile=config.exact,
+        aliases={4: 0, 5: 1},
+        HEADS=_heads_at_once(heads),
+        LEVELS=chunk.bit_length() - 1,
+        KP=padded(dim),
+        BK=min(config.exact.block, padded(dim)),
+        WIDE=call.dtype == jnp.float16,
+        FINE=fine,
+        PRECISION=config.precision,
+        **shared,
+    )
+    return qhat, khat, Gates(factor=factor, late=late, flag=flag, within=score)
+
+
+def unfold_key_gates(
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, key_dtype: Any
+) -> list[jax.Array]:
+    """Gradients of query, key and key gates from those of the folded query and key."""
+    call, config = launcher.call, launcher.config
+    query, key, value, log_decay = arrays[:4]
+    qhat, khat, dqhat, dkhat, memory, dmemory = hats
+    chunk, group = config.chunk, config.chunk * launcher.plan.group
+    shared: dict[str, Any] = {
+        "H": call.heads,
+        "K": call.key_dim,
+        "V": call.value_dim,
+        "C": chunk,
+        "SCALE": float(call.scale),
+        "FLIP": call.reverse,
+    }
+    hat = (call.batch, call.tokens, call.heads, call.key_dim)
+    gradients = [shape(*hat, dtype=call.dtype), shape(*hat, dtype=key_dtype)]
+    fine = call.dtype == F32
+    programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
+    width, block = padded(call.key_dim), config.exact.block
+    summand, dquery, dkey, _ = launcher.launch(
+        device("strong_key_gates").exact_gradients,
+        *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
+        outputs=[shape(*hat), *gradients, None if fine else shape(programs, chunk, width)],
+        programs=programs,
+        tile=config.exact,
+        length=chunk,
+        HEADS=_heads_at_once(call.heads),
+        aliases={6: 0},
+        LEVELS=chunk.bit_length() - 1,
+        HKV=call.kv_heads,
+        KP=width,
+        # three tiles are added up at once, where the scores are one
+        BK=min(max(16, block // 2), width),
+        BV=min(2 * block, padded(call.value_dim)),
+        WIDE=call.dtype == jnp.float16,
+        FINE=fine,
+        PRECISION=config.precision,
+        **shared,
+    )
+    return launcher.launch(
+        device("key_gates").unfold_gates,
+        *(
+            log_decay,
+            qhat,
+            khat,
+            summand,
+            dkhat,
+            gates.late,
+            gates.flag,
+            gates.factor,
+            memory,
+            dmemory,
+            dquery,
+            dkey,
+        ),
+        outputs=[*gradients, shape(*hat, dtype=log_decay.dtype)],
+        programs=launcher.blocks(group) * call.heads,
+        tile=Tile(width, max(1, width // 128), 1),
+        length=group,
+        aliases={10: 0, 11: 1},
+        BK=width,
+        G=launcher.plan.group,
+        **shared,
+    )

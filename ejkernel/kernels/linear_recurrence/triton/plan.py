@@ -1,0 +1,57 @@
+"""How a call is cut for the chip it runs on."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton.configs import Config
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def padded(dim: int) -> int:
+    """The least power of two that holds `dim`; dots need 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut: the configuration, tokens a time segment, and chunks a group.
+
+    Over a group a gate's gradient is summed, and between its ends no state is stored. Folding `vmap` into the batch
+    keeps the plan.
+    """
+
+    config: Config
+    segment: int
+    group: int
+
+    @staticmethod
+    def of(call: Call) -> "Plan":
+        wide = call.dtype == np.float32 or Plan.carried(call)
+        capability = _launch.capability() or 90
+        config = configs.configure(capability, wide, max(call.key_dim, call.value_dim))
+        rows = 1 if call.packed else call.batch
+        programs = rows * call.heads * cdiv(call.value_dim, min(config.output.block, padded(call.value_dim)))
+        # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
+        # in segments of whole groups, these must not be long
+        for times in (2, 4) if call.decay == "head" else (1,):
+            unit = config.chunk * config.group * times
+            segments = max(1, min(config.fill // programs, call.tokens // unit))
+            if segments > 1:
+                break
+        return Plan(config, unit * cdiv(call.tokens, unit * segments), config.group * times)
+
+    @staticmethod
+    def carried(call: Call) -> bool:
+        """Whether the call's operands are carried as float32: float16 has too small a range for folded gates."""
+        return call.dtype == jnp.float16 and call.decay == "key"
+
+    def segmented(self, call: Call) -> bool:
+        return self.segment < call.tokens

@@ -1,0 +1,193 @@
+"""The walk over a call's chunks, in the roles that `device.walk` lists."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.linear_recurrence.call import Decay
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.linear_recurrence.triton.gates import Gates
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv, padded
+
+Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that the kernel is compiled for; `x`, `y`, `z` and `w` are its operands."""
+
+    heads: int
+    x_heads: int
+    y_heads: int
+    z_heads: int
+    w_heads: int
+    x_dim: int
+    z_dim: int
+    x_block: int  # x dims, padded
+    z_block: int  # rows of the state a program
+    chunk: int
+    group: int
+    whole: bool  # no chunk has a ragged end
+    segmented: bool  # time is cut in segments
+    flip: bool  # the last token comes first
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How operands are multiplied, and by what the output and the states at the ends."""
+
+    precision: str
+    wide: bool  # operands are carried as float32
+    scale: float
+    start_scale: float
+    last_scale: float
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one walk is for."""
+
+    role: Role
+    decay: Decay
+    reverse: bool
+    start: bool  # there is a state to start from
+    last: bool  # the last state is wanted
+    rowdot: bool
+    border: int
+    strong: int = 0
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk gives, as far as its role does; segments' decays come in the place of borders."""
+
+    output: jax.Array
+    last: jax.Array
+    rowdots: jax.Array
+    borders: jax.Array
+
+
+def walk(
+    launcher: Launcher,
+    role: Role,
+    x: jax.Array | None,
+    y: jax.Array,
+    z: jax.Array,
+    gates: Gates,
+    start: jax.Array | None,
+    *,
+    tile: Tile,
+    reverse: bool = False,
+    dtype: Any = F32,
+    last: bool = False,
+    start_scale: float = 1.0,
+    last_scale: float = 1.0,
+    rowdot: jax.Array | None = None,
+    border: int = 0,
+) -> Walked:
+    """One walk; `rowdot` is what rows of the output are multiplied with, if gates of a head have a gradient."""
+    call, config, plan = launcher.call, launcher.config, launcher.plan
+    by_key = role in ("dquery", "dkey")
+    x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
+    # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
+    fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
+    block = min(tile.block, max(padded(z_dim), fewest))
+    parts = cdiv(z_dim, block)
+    n_segments, n_groups = launcher.blocks(plan.segment), launcher.blocks(config.chunk * plan.group)
+    state = (call.heads, call.key_dim, call.value_dim)
+    outputs: list[Any]
+    if x is None:
+        decays = call.key_dim if call.decay == "key" else 1
+        outputs = [None, shape(n_segments, *state), None, shape(n_segments, call.heads, decays)]
+    else:
+        outputs = [
+            shape(call.batch, call.tokens, call.heads, z_dim, dtype=dtype),
+            shape(call.sequences, *state) if last else None,
+            None if rowdot is None else shape(call.batch, call.tokens, call.heads, parts),
+            None,
+        ]
+        if border:
+            seen = F32 if call.dtype == jnp.float16 else y.dtype
+            size = (call.heads, call.value_dim, call.key_dim)
+            # one of the two as its own walk has rounded it, so that what cancels takes its error along
+            outputs[3] = shape(n_groups, *size, dtype=seen if reverse else F32)
+    x_heads, y_heads, z_heads, w_heads = (call.heads if each is None else each.shape[2] for each in (x, y, z, rowdot))
+    sizes = Shape(
+        heads=call.heads,
+        x_heads=x_heads,
+        y_heads=y_heads,
+        z_heads=z_heads,
+        w_heads=w_heads,
+        x_dim=x_dim,
+        z_dim=z_dim,
+        x_block=padded(x_dim),
+        z_block=block,
+        chunk=config.chunk,
+        group=plan.group,
+        whole=launcher.whole,
+        segmented=plan.segmented(call),
+        flip=call.reverse,
+    )
+    carried = Plan.carried(call)
+    # one pass of TF32 has float16's digits and float32's range
+    precision = "tf32" if carried else config.precision
+    numbers = Numbers(precision, carried, float(call.scale), float(start_scale), float(last_scale))
+    # a constant gate is not the same for all rows of a ragged chunk
+    decay = "head" if call.decay == "constant" and not launcher.whole else call.decay
+    kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border)
+    results: list[Any] = [None] * 4
+    given = (x, y, z, rowdot, gates.within, gates.factor, gates.flag, start)
+    for strong in range(2 if decay == "head" else 1):
+        results = launcher.launch(
+            device("walk").walk,
+            *(*given, *results),
+            outputs=outputs,
+            programs=n_segments * call.heads * parts,
+            tile=tile,
+            length=plan.segment,
+            segment=True,
+            # the second kernel completes what the first one has left out
+            aliases={len(given) + i: i for i, each in enumerate(outputs) if each is not None} if strong else None,
+            SHAPE=sizes,
+            NUMBERS=numbers,
+            WALK=replace(kind, strong=strong),
+        )
+    return Walked(*results)
+
+
+def starts(
+    launcher: Launcher,
+    y: jax.Array,
+    z: jax.Array,
+    gates: Gates,
+    state: jax.Array | None,
+    reverse: bool = False,
+    scale: float = 1.0,
+) -> jax.Array | None:
+    """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut."""
+    call = launcher.call
+    if not launcher.plan.segmented(call):
+        return state
+    own = walk(launcher, "segment", None, y, z, gates, None, tile=launcher.config.output, reverse=reverse)
+    block = min(32, padded(call.key_dim))
+    (found,) = launcher.launch(
+        device("segments").scan_segments,
+        *(own.last, own.borders, state),
+        outputs=[shape(*own.last.shape)],
+        programs=call.sequences * call.heads * cdiv(call.key_dim, block),
+        tile=Tile(block, 4, 2),
+        segment=True,
+        H=call.heads,
+        K=call.key_dim,
+        V=call.value_dim,
+        BK=block,
+        BV=padded(call.value_dim),
+        DECAYS=call.key_dim if call.decay == "key" else 1,
+        START=state is not None,
+        START_SCALE=float(scale),
+        REVERSE=reverse,
+    )
+    return found
