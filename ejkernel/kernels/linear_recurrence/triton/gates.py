@@ -17,9 +17,7 @@ from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 class Gates:
     """The decays as the walks read them; which are there depends on the kind of decay."""
 
-    within: jax.Array | None = (
-        None  # what `device.walk` calls so; constant [N, H], head [chunks, H, C, 4], key [.., C, C]
-    )
+    within: jax.Array | None = None  # constant: gates [N, H]; head: weights [chunks, H, C, 4]; key: scores [.., C, C]
     factor: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
     flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
     late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]

@@ -46,7 +46,7 @@ def backward(
     scale = 1.0 / call.scale
     tile = config.dots or config.gradient if wanted and not is_key else config.gradient
     ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale)
-    back: dict[str, Any] = {"reverse": True, "start_scale": 1.0 if plan.segmented(call) else scale}
+    start_scale = 1.0 if plan.segmented(call) else scale
     # heads that share a key are added up in float32
     shared = F32 if call.heads != call.kv_heads else call.dtype
     of_value = walk(
@@ -54,23 +54,21 @@ def backward(
         tile=config.output,
         dtype=shared,
         last=initial_state is not None,
+        start_scale=start_scale,
         last_scale=call.scale,
-        **back,
     )
     of_query = walk(
         *(launcher, "dquery", doutput, value, khat, gates, first),
         tile=tile,
         dtype=F32 if is_key else call.dtype,
-        rowdot=query if wanted and not is_key else None,
-        border=1 if wanted else 0,
+        gate_gradient=query if wanted else None,
     )
     of_key = walk(
         *(launcher, "dkey", value, doutput, qhat, gates, ends),
         tile=tile,
         dtype=F32 if is_key else shared,
-        rowdot=key if wanted and not is_key else None,
-        border=(2 if is_key else 1) if wanted else 0,
-        **back,
+        start_scale=start_scale,
+        gate_gradient=key if wanted else None,
     )
     dquery, dkey, dvalue, dstart = of_query.output, of_key.output, of_value.output, of_value.last
     dgate = None

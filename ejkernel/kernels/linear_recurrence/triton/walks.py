@@ -85,12 +85,15 @@ def walk(
     last: bool = False,
     start_scale: float = 1.0,
     last_scale: float = 1.0,
-    rowdot: jax.Array | None = None,
-    border: int = 0,
+    gate_gradient: jax.Array | None = None,
 ) -> Walked:
-    """One walk; `rowdot` is what rows of the output are multiplied with, if gates of a head have a gradient."""
+    """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself."""
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
+    reverse = reverse or role in ("dvalue", "dkey")
+    rowdot = None if call.decay == "key" else gate_gradient
+    # a folded key meets states as its rows see them
+    border = 0 if gate_gradient is None else 2 if call.decay == "key" and reverse else 1
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
