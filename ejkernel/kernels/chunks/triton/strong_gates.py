@@ -8,11 +8,8 @@ What tokens of a chunk do to each other is computed over dyadic blocks: no expon
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import faded, in_bits
+from ejkernel.kernels.chunks.triton.gates import in_bits
 from ejkernel.kernels.chunks.triton.places import load_rows
-
-# The largest number that bfloat16 has.
-LARGEST = tl.constexpr((2.0 - 2.0**-7) * 2.0**127)
 
 
 @triton.jit
@@ -106,13 +103,6 @@ def sums_to_ends(
         b_since = load_sums(p_sum, o_r, o_k, C, KP)
         b_until = load_sums(p_sum, o_r * 0 + (C - 1), o_k, C, KP) - b_since
     return b_since, b_until
-
-
-@triton.jit
-def fold_to_end(b, b_bits):
-    """Rows of q or k with the gates to an end of the chunk folded in; finite, so that no state stays no state."""
-    b_hat = faded(b.to(tl.float32), b_bits)
-    return tl.where(b_hat > LARGEST, LARGEST, tl.where(b_hat < -LARGEST, -LARGEST, b_hat))
 
 
 @triton.jit

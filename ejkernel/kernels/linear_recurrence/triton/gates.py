@@ -85,6 +85,7 @@ def head_gate_gradient(
         BH=block,
         NZ=query_dots.shape[-1],
         DECAY=call.decay,
+        FINE=call.decay == "constant" and call.dtype == F32,
         START=first is not None,
         FLIP=call.reverse,
         **shared,
@@ -98,7 +99,7 @@ def _heads_at_once(heads: int) -> int:
 
 
 def fold_key_gates(
-    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None
+    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool
 ) -> tuple[jax.Array, jax.Array, Gates]:
     """Queries and keys with their gates folded in, and what is left of the gates."""
     call, config = launcher.call, launcher.config
@@ -113,6 +114,7 @@ def fold_key_gates(
         "HKV": call.kv_heads,
         "K": dim,
         "C": chunk,
+        "START": start,
         "FLIP": call.reverse,
     }
     qhat, khat, factor, late, flag = launcher.launch(
@@ -189,6 +191,7 @@ def unfold_key_gates(
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
         HKV=call.kv_heads,
+        START=arrays[4] is not None,
         KP=width,
         # three tiles are added up at once, where the scores are one
         BK=min(max(16, block // 2), width),

@@ -119,7 +119,7 @@ def _prepare(
 ) -> tuple[jax.Array, jax.Array, Gates, jax.Array | None]:
     """Queries and keys with key gates folded in, the gates as walks read them, and the segments' first states."""
     if launcher.call.decay == "key":
-        query, key, gates = fold_key_gates(launcher, query, key, log_decay)
+        query, key, gates = fold_key_gates(launcher, query, key, log_decay, start=initial_state is not None)
     elif launcher.call.decay == "constant" and launcher.whole:
         gates = Gates(within=log_decay)
     elif log_decay is not None:

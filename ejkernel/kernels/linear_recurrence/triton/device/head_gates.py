@@ -125,6 +125,7 @@ def sum_head_gates(
     C: tl.constexpr,
     G: tl.constexpr,
     DECAY: tl.constexpr,
+    FINE: tl.constexpr,
     START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
@@ -151,7 +152,7 @@ def sum_head_gates(
         for i_z in tl.static_range(NZ):
             b_query += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
             b_key += tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
-        if DECAY == "constant":
+        if FINE:
             # one number for all tokens, in which the sums of each mostly cancel
             b_query = b_query.to(tl.float64)
             b_key = b_key.to(tl.float64)

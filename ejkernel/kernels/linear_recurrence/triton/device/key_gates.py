@@ -51,6 +51,7 @@ def fold_half(
     K: tl.constexpr,
     HALF: tl.constexpr,
     LATE: tl.constexpr,
+    START: tl.constexpr,
     FLIP: tl.constexpr,
 ):
     """Folds the gates of half a chunk, from its middle outwards; returns their sums and the largest on the way."""
@@ -67,7 +68,12 @@ def fold_half(
         m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
         i_token = token_of(i_first, n_rows, i0, FLIP)
         o_q = (i_token * H + i_h) * K + o_k
-        g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, m0, m1, m2, m3)
+        if START or LATE:
+            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, m0, m1, m2, m3)
+        else:
+            # the first gate meets no state, and must not make an infinite one of it
+            e0, e1, e2, e3 = m0 & (i0 > 0), m1 & (i1 > 0), m2 & (i2 > 0), m3 & (i3 > 0)
+            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, e0, e1, e2, e3)
         q0, q1, q2, q3 = load_four(p_q, o_q, SIGN * H * K, m0, m1, m2, m3)
         k0, k1, k2, k3 = load_four(p_k, (i_token * HKV + i_kh) * K + o_k, SIGN * HKV * K, m0, m1, m2, m3)
         if LATE:
@@ -113,6 +119,7 @@ def fold_gates(
     BK: tl.constexpr,
     C: tl.constexpr,
     LIMIT: tl.constexpr,
+    START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
 ):
@@ -128,11 +135,11 @@ def fold_gates(
     m_k = o_k < K
     b_early, b_most = fold_half(
         p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
-        H, HKV, K, HALF, False, FLIP,
+        H, HKV, K, HALF, False, START, FLIP,
     )  # fmt: skip
     b_late, b_most_late = fold_half(
         p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
-        H, HKV, K, HALF, True, FLIP,
+        H, HKV, K, HALF, True, START, FLIP,
     )  # fmt: skip
     is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > LIMIT
     i_chunk = i_program.to(tl.int64)

@@ -5,9 +5,8 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import faded
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, load_rows, locate, token_of
-from ejkernel.kernels.chunks.triton.strong_gates import fold_level, fold_to_end, keep_sums, sums_to_ends
+from ejkernel.kernels.chunks.triton.strong_gates import fold_level, keep_sums, sums_to_ends
 
 
 @triton.jit
@@ -24,11 +23,12 @@ def enter(
     KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
     FINE: tl.constexpr,
 ):
-    """A flagged chunk's first token, its rows and where they lie, and which can be read; its gates are summed up."""
+    """A flagged chunk's first token, its rows and where they lie, which can be read, and whose gates; sums these up."""
     _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_token = token_of(i_first, n_rows, i_c * C, FLIP)
     o_r = tl.arange(0, C)
@@ -36,9 +36,13 @@ def enter(
     if FLIP:
         o_t = -o_r
     m_read = i_c * C + o_r < n_read
+    m_gate = m_read
+    if not START:
+        # the first gate meets no state, and must not make an infinite one of it
+        m_gate = m_gate & (i_c * C + o_r > 0)
     if not FINE:
-        keep_sums(p_gate, p_sum, i_token, i_program % H, o_t, m_read, o_r, H, K, KP, BK, C)
-    return i_token, o_r, o_t, m_read
+        keep_sums(p_gate, p_sum, i_token, i_program % H, o_t, m_gate, o_r, H, K, KP, BK, C)
+    return i_token, o_r, o_t, m_read, m_gate
 
 
 @triton.jit
@@ -51,6 +55,7 @@ def load_part(
     i_h,
     o_t,
     m_read,
+    m_gate,
     o_r,
     o_k,
     H: tl.constexpr,
@@ -65,7 +70,7 @@ def load_part(
     """Some key dims of a chunk's queries and keys, and the sums of their gates to either end."""
     b_q = load_columns(p_q, i_token, i_h, o_t, m_read, o_k, H, K, PAD, WIDE)
     b_k = load_columns(p_k, i_token, i_h // (H // HKV), o_t, m_read, o_k, HKV, K, PAD, WIDE)
-    b_since, b_until = sums_to_ends(p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, K, KP, PAD, C, FINE)
+    b_since, b_until = sums_to_ends(p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, H, K, KP, PAD, C, FINE)
     return b_q, b_k, b_since, b_until
 
 
@@ -93,6 +98,7 @@ def exact_scores(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     HEADS: tl.constexpr,
+    START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -108,8 +114,8 @@ def exact_scores(
         i_h = i_program % H
         i_chunk = i_program.to(tl.int64)
         if tl.load(p_flag + i_chunk) != 0:
-            i_token, o_r, o_t, m_read = enter(
-                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, PACKED, FLIP, FINE
+            i_token, o_r, o_t, m_read, m_gate = enter(
+                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, START, PACKED, FLIP, FINE
             )
             o_row = o_r[:, None]
             o_column = o_r[None, :]
@@ -117,25 +123,43 @@ def exact_scores(
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
                 b_q, b_k, b_since, b_until = load_part(
-                    p_q, p_k, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, HKV, K, KP, PAD, C, WIDE, FINE
+                    p_q,
+                    p_k,
+                    p_gate,
+                    p_sum,
+                    i_token,
+                    i_h,
+                    o_t,
+                    m_read,
+                    m_gate,
+                    o_r,
+                    o_k,
+                    H,
+                    HKV,
+                    K,
+                    KP,
+                    PAD,
+                    C,
+                    WIDE,
+                    FINE,
                 )
                 m_tile = m_read[None, :] & (o_k[:, None] < K)
                 o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
-                b_hat = fold_to_end(b_q, b_since)
+                b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
                 tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
-                b_hat = fold_to_end(b_k, b_until)
+                b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
                 tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
                 b_own = tl.dot(tl.trans(b_q), b_k, input_precision=PRECISION)
                 b_score += tl.where(o_row == o_column, b_own, 0.0)
                 # a level's fold is made a turn ahead of its product, which so takes both operands from shared memory
                 b_fold = fold_level(
-                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, 0, H, K, KP, PAD, C, FINE
                 )[0]
                 for i_level in range(0, LEVELS):
                     b_pair = tl.dot(tl.trans(b_fold), b_fold, input_precision=PRECISION)
                     if i_level + 1 < LEVELS:
                         b_fold = fold_level(
-                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, i_level + 1,
                             H, K, KP, PAD, C, FINE,
                         )[0]  # fmt: skip
                     # a late block meets the one before it
@@ -173,6 +197,7 @@ def exact_gradients(
     LEVELS: tl.constexpr,
     HEADS: tl.constexpr,
     SCALE: tl.constexpr,
+    START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -192,8 +217,8 @@ def exact_gradients(
         i_h = i_program % H
         i_kh = i_h // (H // HKV)
         if tl.load(p_flag + i_program.to(tl.int64)) != 0:
-            i_token, o_r, o_t, m_read = enter(
-                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, PACKED, FLIP, FINE
+            i_token, o_r, o_t, m_read, m_gate = enter(
+                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, START, PACKED, FLIP, FINE
             )
             o_row = o_r[:, None]
             o_column = o_r[None, :]
@@ -211,17 +236,37 @@ def exact_gradients(
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
                 b_q, b_k, b_since, b_until = load_part(
-                    p_q, p_k, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, H, HKV, K, KP, PAD, C, WIDE, FINE
+                    p_q,
+                    p_k,
+                    p_gate,
+                    p_sum,
+                    i_token,
+                    i_h,
+                    o_t,
+                    m_read,
+                    m_gate,
+                    o_r,
+                    o_k,
+                    H,
+                    HKV,
+                    K,
+                    KP,
+                    PAD,
+                    C,
+                    WIDE,
+                    FINE,
                 )
+                b_fade = tl.exp2(b_since)
                 b_grad = load_columns(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
-                b_summand = fold_to_end(b_q, b_since).to(b_q.dtype).to(tl.float32) * b_grad
-                b_dq = faded(b_grad, b_since) + b_own * b_k.to(tl.float32)
+                b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
+                b_fade = tl.exp2(b_until)
                 b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
-                b_summand -= fold_to_end(b_k, b_until).to(b_q.dtype).to(tl.float32) * b_grad
-                b_dk = faded(b_grad, b_until) + b_own * b_q.to(tl.float32)
+                b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
+                b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
                 # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs
                 b_fold, b_fade = fold_level(
-                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, 0, H, K, KP, PAD, C, FINE
+                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, 0, H, K, KP, PAD, C, FINE
                 )
                 for i_level in range(0, LEVELS):
                     # each block meets its neighbour
@@ -234,7 +279,7 @@ def exact_gradients(
                     b_dk += b_grad * (1.0 - b_late)
                     if i_level + 1 < LEVELS:
                         b_fold, b_fade = fold_level(
-                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_read, o_r, o_k, i_level + 1,
+                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, i_level + 1,
                             H, K, KP, PAD, C, FINE,
                         )  # fmt: skip
                 m_tile = m_read[None, :] & (o_k[:, None] < K)

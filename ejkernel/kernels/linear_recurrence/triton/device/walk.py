@@ -139,7 +139,7 @@ def walk(
     if DECAY == "constant":
         b_gate = in_bits(tl.load(p_within + i_n.to(tl.int64) * H + i_h).to(tl.float32))
         # finite, since 0 times infinity would be no number
-        b_pair = tl.exp2(tl.minimum(b_gate * o_gap, MOST))
+        b_pair = tl.exp2(tl.where(o_gap >= 0, tl.minimum(b_gate * o_gap, MOST), float("-inf")))
         b_near = tl.exp2(tl.minimum(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)), MOST))
         b_write = tl.exp2(tl.minimum(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)), MOST))
         b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
@@ -282,7 +282,8 @@ def walk(
                 b_out = b_out * (b_lag * b_up_seen)[:, None]
             if DECAY == "constant":
                 b_out = b_out * b_near[None, :]
-                b_score = b_score * b_pair
+                # a later token's score may be infinite, and is to become 0; a choice would take more registers
+                b_score = tl.clamp(b_score, -3e38, 3e38, propagate_nan=tl.PropagateNan.ALL) * b_pair
             if DECAY == "head":
                 if STRONG:
                     # whole and fractional parts are summed apart: no strong gate costs a later one its digits
@@ -302,7 +303,8 @@ def walk(
                         b_score = tl.load(p_within + i_chunk * (C * C) + o_score).to(tl.float32)
                     else:
                         b_score = tl.zeros([C, C], tl.float32)
-            b_score = tl.where(o_gap >= 0, b_score, 0.0)
+            if DECAY != "constant":
+                b_score = tl.where(o_gap >= 0, b_score, 0.0)
             if RANGED:
                 b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
                 b_score = b_score * b_down_score[None, :]
