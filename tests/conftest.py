@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-# On a CPU the tests compile much and run little: LLVM's optimiser is off and, as long as XLA has it, its older emitter of
-# loops is on, which compiles in a third of the time. Read when JAX first computes, and by the interpreters started here.
+# On a CPU the tests compile much and run little: LLVM's optimiser is off and, as long as XLA has it, its older emitter
+# of loops is on, which compiles in a third of the time. Read when JAX first computes, and by interpreters started here.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):
