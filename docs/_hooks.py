@@ -83,6 +83,24 @@ def _recurrent() -> Iterator[Row]:
     yield from _recurrence((D,))
 
 
+def _delta_rule(gate: tuple[int, ...] | None) -> Iterator[Row]:
+    """Calls that the delta rule's ops share; `gate` is the shape of `g` after heads."""
+    options = {"beta": _float32(B, T, H)}
+    one_token = {"beta": _float32(B, 1, H)}
+    if gate is not None:
+        options["g"] = _float32(B, T, H, *gate)
+        one_token["g"] = _float32(B, 1, H, *gate)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        yield _call(jnp.dtype(dtype).name, _qkv(dtype=dtype), **options)
+    yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS, **options)
+    yield _call("`reverse`", reverse=True, **options)
+    yield _call("`initial_state`", initial_state=_float32(H, D, D), **options)
+    yield _call("`normalize`", normalize=True, **options)
+    yield _call("shared heads", [*_qkv(Hkv=2)[1:2] * 2, _qkv()[2]], **options)
+    yield _call("`K ≠ V`", _qkv(V=64), **options)
+    yield _call("one token (decoding)", _qkv(T=1), **one_token)
+
+
 def _flash_attention() -> Iterator[Row]:
     dropout = {"deterministic": False, "dropout_prob": 0.1}
     yield _call("bfloat16")
@@ -117,6 +135,9 @@ CALLS = {
     "retention": _recurrence,
     "lightning_attn": partial(_recurrence, layer_idx=0, num_layers=12),
     "linear_attention": _recurrence,
+    "delta_rule": partial(_delta_rule, None),
+    "gated_delta_rule": partial(_delta_rule, ()),
+    "kda": partial(_delta_rule, (D,)),
     "attention": lambda: iter([_call("every call")]),
     "flash_attention": _flash_attention,
 }

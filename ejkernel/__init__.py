@@ -3,6 +3,7 @@
 from ejkernel import parallel, xla_utils
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
+from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.linear_attention import (
     lightning_attn,
     linear_attention,
@@ -18,8 +19,11 @@ __all__ = [
     "PlatformError",
     "SlowerImplementationWarning",
     "attention",
+    "delta_rule",
     "explain",
     "flash_attention",
+    "gated_delta_rule",
+    "kda",
     "lightning_attn",
     "linear_attention",
     "parallel",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
+from ejkernel.kernels.delta_rule import IMPLEMENTATIONS as DELTA_RULE
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS as LINEAR_RECURRENCE
 
 # How people call the implementations and the devices they are for; `None` is every device.
@@ -22,13 +23,13 @@ class Op:
     Attributes:
         name: What the library calls it.
         implementations: Fastest first.
-        gate: The dims of its `g` in an ordinary call (`"BTH"`, `"BTHK"`), if it has one.
+        gates: The arrays beside query, key and value, each with its dims (`"BTH"`, `"BTHK"`).
         options: What else an ordinary call of it needs.
     """
 
     name: str
     implementations: tuple[Implementation, ...]
-    gate: str | None = None
+    gates: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def runs_on(self) -> str:
@@ -47,20 +48,24 @@ class Op:
         sizes = {"B": 1, "T": 1024, "H": 8, "K": 64}
         x = jax.ShapeDtypeStruct(tuple(sizes.values()), jnp.bfloat16)
         options = dict(self.options)
-        if self.gate is not None:
-            options["g"] = jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in self.gate), jnp.float32)
+        for name, dims in self.gates:
+            options[name] = jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), jnp.float32)
         return [x, x, x], options
 
 
+PER_HEAD, PER_KEY, BETA = (("g", "BTH"),), (("g", "BTHK"),), (("beta", "BTH"),)
 OPS = {
     op.name: op
     for op in (
         Op("linear_attention", LINEAR_RECURRENCE),
         Op("retention", LINEAR_RECURRENCE),
         Op("lightning_attn", LINEAR_RECURRENCE, options=(("layer_idx", 0), ("num_layers", 12))),
-        Op("simple_gla", LINEAR_RECURRENCE, gate="BTH"),
-        Op("recurrent_gla", LINEAR_RECURRENCE, gate="BTHK"),
-        Op("recurrent", LINEAR_RECURRENCE, gate="BTHK"),
+        Op("simple_gla", LINEAR_RECURRENCE, gates=PER_HEAD),
+        Op("recurrent_gla", LINEAR_RECURRENCE, gates=PER_KEY),
+        Op("recurrent", LINEAR_RECURRENCE, gates=PER_KEY),
+        Op("delta_rule", DELTA_RULE, gates=BETA),
+        Op("gated_delta_rule", DELTA_RULE, gates=PER_HEAD + BETA),
+        Op("kda", DELTA_RULE, gates=PER_KEY + BETA),
         Op("flash_attention", FLASH_ATTENTION),
         Op("attention", ATTENTION),
     )

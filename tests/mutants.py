@@ -26,7 +26,7 @@ PACKING = ["test_xla_utils_utils.py", "test_xla_utils_cumsum.py"]
 TESTS = {
     **{
         f"ejkernel._checks.{each}": ["test_checks.py"]
-        for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "meshes")
+        for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "delta_rule", "meshes")
     },
     "ejkernel._dispatch": ["test_dispatch.py", "test_cudnn_attention.py"],
     "ejkernel.xla_utils": ["test_xla_utils_utils.py"],

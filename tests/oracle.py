@@ -258,3 +258,67 @@ def recurrent(query, key, value, d_output=None, d_final_state=None, **options):
 
     grads = {name: as_given(name, grad) for name, grad in grads.items()}
     return (output[0] if unbatched else output), final, grads
+
+
+def delta_rule(query, key, value, beta, g=None, d_output=None, d_final_state=None, **options):
+    """The delta rule, one token and head at a time: output, final states and gradients, as `recurrent`.
+
+    `g` is `[B, T, H]`, `[B, T, H, K]` or `None`. The gradients follow the recurrence backwards from its definition.
+    """
+    arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g}
+    arrays["initial_state"] = options.get("initial_state")
+    arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items() if x is not None}
+    cu_seqlens, reverse = options.get("cu_seqlens"), options.get("reverse", False)
+    unbatched = arrays["query"].ndim == 3
+    full = {name: x[None] if unbatched and name != "initial_state" else x for name, x in arrays.items()}
+    (batch, tokens, heads), K, V = full["beta"].shape, full["query"].shape[-1], full["value"].shape[-1]
+    group = {name: heads // full[name].shape[2] for name in ("query", "key", "value")}
+    scale = K**-0.5 if options.get("softmax_scale") is None else float(options["softmax_scale"])
+    spans = [(row, 0, tokens) for row in range(batch)]
+    if cu_seqlens is not None:
+        spans = [(0, start, end) for start, end in itertools.pairwise(np.asarray(cu_seqlens))]
+    if "initial_state" in full:
+        full["initial_state"] = np.broadcast_to(full["initial_state"], (len(spans), heads, K, V))
+    output, final = np.zeros((batch, tokens, heads, V)), np.zeros((len(spans), heads, K, V))
+    grads = {name: np.zeros(x.shape) for name, x in full.items()} if d_output is not None else {}
+    do = None if d_output is None else np.asarray(d_output, np.float64).reshape(output.shape)
+
+    for n, h in np.ndindex(len(spans), heads):
+        row, start, end = spans[n]
+        order = range(start, end)[::-1] if reverse else range(start, end)
+        state = full["initial_state"][n, h] if "initial_state" in full else np.zeros((K, V))
+        at = {name: h // group[name] for name in group}
+        steps = []
+        for t in order:
+            q, k, v = (full[name][row, t, at[name]] for name in ("query", "key", "value"))
+            b, a = full["beta"][row, t, h], full["g"][row, t, h] if "g" in full else 0.0
+            kept = np.exp(a * np.ones(K))[:, None] * state
+            error = v - kept.T @ k
+            state = kept + b * np.outer(k, error)
+            output[row, t, h] = scale * state.T @ q
+            steps.append((t, q, k, b, a, kept, error, state))
+        final[n, h] = state
+        if do is None:
+            continue
+        d_state = np.asarray(d_final_state, np.float64)[n, h]
+        for t, q, k, b, a, kept, error, after in reversed(steps):
+            grads["query"][row, t, at["query"]] += scale * after @ do[row, t, h]
+            d_state = d_state + scale * np.outer(q, do[row, t, h])
+            d_error = b * d_state.T @ k
+            grads["beta"][row, t, h] += k @ d_state @ error
+            grads["key"][row, t, at["key"]] += b * d_state @ error - kept @ d_error
+            grads["value"][row, t, at["value"]] += d_error
+            d_kept = d_state - np.outer(k, d_error)
+            if "g" in grads:
+                flow = (kept * d_kept).sum(1)
+                grads["g"][row, t, h] += flow if grads["g"].ndim == 4 else flow.sum()
+            d_state = np.exp(a * np.ones(K))[:, None] * d_kept
+        if "initial_state" in grads:
+            grads["initial_state"][n, h] += d_state
+
+    def as_given(name, grad):  # sums over whatever the argument was broadcast along
+        shape = arrays[name].shape
+        return grad.sum(0) if name == "initial_state" and len(shape) < grad.ndim else grad.reshape(shape)
+
+    grads = {name: as_given(name, grad) for name, grad in grads.items()}
+    return (output[0] if unbatched else output), final, grads

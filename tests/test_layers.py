@@ -14,7 +14,7 @@ LAYERS = (
     ("ejkernel._dispatch",),
     ("ejkernel.kernels._launch", "ejkernel.kernels._varying", "ejkernel.kernels.chunks"),
     ("ejkernel.kernels",),
-    ("ejkernel.attention", "ejkernel.linear_attention"),
+    ("ejkernel.attention", "ejkernel.delta_rule", "ejkernel.linear_attention"),
     ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
     ("ejkernel.demo",),
     ("ejkernel",),

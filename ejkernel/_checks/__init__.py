@@ -4,6 +4,7 @@ Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Co
 """
 
 from ejkernel._checks.arrays import array, factor, floating, grouped_heads, scalar, time_series, unbatched
+from ejkernel._checks.delta_rule import DeltaRule, delta_rule
 from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mesh_axis, ring_slices
 from ejkernel._checks.packing import cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
 from ejkernel._checks.recurrence import (
@@ -41,6 +42,7 @@ from ejkernel._checks.values import (
 from ejkernel._checks.wording import Dims, fail, is_concrete, warn
 
 __all__ = [
+    "DeltaRule",
     "Dims",
     "LinearAttention",
     "array",
@@ -53,6 +55,7 @@ __all__ = [
     "cache_position",
     "carried",
     "cu_seqlens",
+    "delta_rule",
     "divisible_time",
     "dropout",
     "even_slices",

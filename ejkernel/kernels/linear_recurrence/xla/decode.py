@@ -1,6 +1,5 @@
 """One token a sequence: the state is read, decayed, written and queried in one pass."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -8,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.chunks.first_gates import decayed
+from ejkernel.kernels.chunks.scores import Einsum
 from ejkernel.kernels.linear_recurrence.call import Call
 
 
@@ -19,7 +20,7 @@ def step(
     log_decay: jax.Array | None,
     value_log_decay: jax.Array | None,
     state: jax.Array | None,
-    precision: lax.Precision,
+    einsum: Einsum,
 ) -> tuple[jax.Array, jax.Array]:
     """`recurrent` for `T = 1`; a donated `state` is updated in place."""
     dtype, groups = call.state_dtype, call.heads // call.kv_heads
@@ -29,45 +30,19 @@ def step(
     if state is not None:
         a = log_decay if log_decay is None or call.decay == "constant" else log_decay[:, 0]
         b = None if value_log_decay is None else value_log_decay[:, 0]
-        written = decayed(call, state, a, b) + written
-    output = call.scale * jnp.einsum("bhk,bhkv->bhv", q, written, precision=precision)
+        written = decayed(state.astype(dtype), *beside_states(call, a, b)) + written
+    output = call.scale * einsum("bhk,bhkv->bhv", q, written)
     return output[:, None].astype(call.dtype), written
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def decayed(call: Call, state: jax.Array, log_decay: jax.Array | None, value_log_decay: jax.Array | None) -> jax.Array:
-    """`state [N, H, K, V]` after one token's gates, `[N, H]` or `[N, H, K]` by `call.decay`, and `[N, H, V]`."""
-    state = state.astype(call.state_dtype)
-    for gates in _beside_states(call, log_decay, value_log_decay):
-        state = _scaled(state, gates)
-    return state
-
-
-@decayed.defjvp
-def _(call: Call, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    # a gate's derivative is what it leaves of the state: taken factor by factor it could be 0 · inf
-    left, moved = decayed(call, *primals), decayed(call, tangents[0], *primals[1:])
-    for moving in _beside_states(call, *tangents[1:]):
-        moved = moved + left * moving
-    return left, moved
-
-
-def _beside_states(call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None) -> list[jax.Array]:
-    """The gates that there are, in the dtype and the rank of the states."""
+def beside_states(call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None) -> list[jax.Array]:
+    """The gates that there are of a token, `[N, H]` or `[N, H, K]` by `call.decay` and `[N, H, V]`, beside states."""
     found = []
     if log_decay is not None:
         found.append(log_decay[..., None] if call.decay == "key" else log_decay[..., None, None])
     if value_log_decay is not None:
         found.append(value_log_decay[..., None, :])
-    return [gates.astype(call.state_dtype) for gates in found]
-
-
-def _scaled(state: jax.Array, log_decay: jax.Array) -> jax.Array:
-    """`state · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
-    largest = 88.0 if state.dtype == jnp.float32 else 709.0
-    within = log_decay < largest
-    beyond = jnp.where(within, 0, jnp.minimum(log_decay - largest, largest))
-    return state * jnp.exp(jnp.where(within, log_decay, largest)) * jnp.exp(beyond)
+    return found
 
 
 def pays(call: Call) -> bool:
@@ -77,9 +52,8 @@ def pays(call: Call) -> bool:
     """
     if call.packed or call.tokens > 64:
         return False
-    small = (
-        layout.likely_rows(call) * call.heads * call.key_dim * call.value_dim < 65536
-    )  # states that stay in the fastest cache
+    # states that stay in the fastest cache
+    small = layout.likely_rows(call) * call.heads * call.key_dim * call.value_dim < 65536
     return call.tokens < (32 if small else 16) or call.value_decay or (call.decay == "key" and small)
 
 
@@ -91,7 +65,7 @@ def steps(
     log_decay: jax.Array | None,
     value_log_decay: jax.Array | None,
     state: jax.Array,
-    precision: lax.Precision,
+    einsum: Einsum,
 ) -> tuple[jax.Array, jax.Array]:
     """`recurrent` for few tokens that are not packed, one `step` after the other."""
     one, constant = replace(call, tokens=1), call.decay == "constant"
@@ -99,7 +73,7 @@ def steps(
 
     def visit(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, a, b = jax.tree.map(lambda x: x[:, None], token)
-        output, state = step(one, q, k, v, log_decay if constant else a, b, state, precision)
+        output, state = step(one, q, k, v, log_decay if constant else a, b, state, einsum)
         return state, output[:, 0]
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)

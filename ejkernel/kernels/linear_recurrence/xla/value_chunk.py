@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.blocks import Decays, all_decays, halves, in_first, in_second
-from ejkernel.kernels.linear_recurrence.xla.one_chunk import (
-    Chunk,
-    Effect,
-    Einsum,
-    Gradients,
-    Mirror,
-    gate_gradient,
-    total_decay,
-)
+from ejkernel.kernels.chunks.scores import Einsum, gate_gradient, total_decay
+from ejkernel.kernels.chunks.walk import Mirror
+from ejkernel.kernels.linear_recurrence.xla.one_chunk import Chunk, Effect, Gradients, end, mirror, output
+
+# states pass a chunk, and are read, as they are there
+__all__ = ["backward", "effect", "end", "mirror", "output"]
 
 
 def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
@@ -48,7 +45,7 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     return Effect(q * a.since, b.since, within, _total_decay(chunk), written)
 
 
-def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirror: Mirror, einsum: Einsum) -> Gradients:
+def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Gradients:
     """As `one_chunk.backward`."""
     assert chunk.value_log_decay is not None
     q, k, v, do = *chunk[:3], d_output
@@ -70,7 +67,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirror: Mirror
         output = output + in_second(einsum("...ts,...sv->...tv", scores, values)) * b.since
     a, b = by_key[C], by_value[C]
     total = _total_decay(chunk)
-    d_state = mirror(total, einsum("...tk,...tv->...kv", q * a.since, do * b.since))
+    d_state = mirrored((total, einsum("...tk,...tv->...kv", q * a.since, do * b.since)))
     dq_state = einsum("...tv,...kv->...tk", do * b.since, state) * a.since
     dk_state = einsum("...tv,...kv->...tk", v * b.until, d_state) * a.until
     dv_state = einsum("...tk,...kv->...tv", k * a.until, d_state) * b.until

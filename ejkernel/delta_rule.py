@@ -1,0 +1,180 @@
+"""The delta rule: linear attention that corrects what its memory recalls, with no gate, one a head or one a key dim."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import _checks
+from ejkernel._dispatch import dispatch
+from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
+from ejkernel.kernels.delta_rule.call import Call, Decay
+
+Result = tuple[jax.Array, jax.Array]
+
+
+def delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    """Linear attention whose memory is corrected rather than added to, as in DeltaNet.
+
+    A token replaces what its key already recalls. With a state `S` of `K × V` per head, for each token in turn:
+
+        S_t = S_{t-1} + beta_t * k_t (v_t - S_{t-1}ᵀ k_t)ᵀ
+        o_t = softmax_scale * S_tᵀ q_t
+
+    Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`:
+            head `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any
+            value is legal.
+        softmax_scale: `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+
+    Raises:
+        ValueError: Ranks or sizes that do not fit together; a number of heads that does not divide `H`; a packed batch
+            other than 1; a `cu_seqlens` that does not start at 0, decreases or ends past `T`, if its values are known
+            when tracing.
+        TypeError: An array that is not of a floating dtype, or a flag that is not known when tracing.
+        PlatformError: The implementation that `platform` names cannot serve the call.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 4, 64))
+        >>> output, state = delta_rule(query, key, value, beta=jnp.full((2, 100, 8), 0.5), normalize=True)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    arrays = _checks.delta_rule(query, key, value, beta, None, "", initial_state, cu_seqlens)
+    return _run(arrays, "none", softmax_scale, reverse, normalize, platform)
+
+
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    """The delta rule with a memory that each token may fade, head by head, as in Gated DeltaNet.
+
+        S' = exp(g_t) * S_{t-1}
+        S_t = S' + beta_t * k_t (v_t - S'ᵀ k_t)ᵀ,    o_t = softmax_scale * S_tᵀ q_t
+
+    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays), a log decay: 0 keeps, `-inf` forgets everything. The
+    rest is as in `delta_rule`, errors too.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 4, 64))
+        >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8), -0.1)
+        >>> output, state = gated_delta_rule(query, key, value, g, beta, normalize=True)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    arrays = _checks.delta_rule(query, key, value, beta, g, "H", initial_state, cu_seqlens)
+    return _run(arrays, "head", softmax_scale, reverse, normalize, platform)
+
+
+def kda(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    """The delta rule with a memory that each token may fade, key dim by key dim, as in Kimi Delta Attention.
+
+        S' = exp(g_t)[:, None] * S_{t-1}
+        S_t = S' + beta_t * k_t (v_t - S'ᵀ k_t)ᵀ,    o_t = softmax_scale * S_tᵀ q_t
+
+    `g` is `[B, T, H, K]` (packed: `[T, H, K]` for unbatched arrays), log decays: 0 keeps, `-inf` forgets everything.
+    The rest is as in `delta_rule`, errors too.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> query = key = value = jnp.ones((2, 100, 4, 64))
+        >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8, 64), -0.1)
+        >>> output, state = kda(query, key, value, g, beta, normalize=True)
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    arrays = _checks.delta_rule(query, key, value, beta, g, "H K", initial_state, cu_seqlens)
+    return _run(arrays, "key", softmax_scale, reverse, normalize, platform)
+
+
+def _run(
+    arrays: _checks.DeltaRule,
+    decay: Decay,
+    softmax_scale: float | jax.Array | None,
+    reverse: bool,
+    normalize: bool,
+    platform: str | None,
+) -> Result:
+    query, key, state = arrays.query, arrays.key, arrays.initial_state
+    (B, T, H), K, V = arrays.beta.shape, query.shape[-1], arrays.value.shape[-1]
+    # without key dims the output is 0 whatever the scale
+    scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
+    if _checks.flag("normalize", normalize):
+        query, key = (_normalized(x, arrays.state_dtype) for x in (query, key))
+    if isinstance(scale, jax.Array):
+        # perhaps traced: the output is linear in the query too
+        query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
+    if state is not None and state.ndim == 3:
+        state = jnp.broadcast_to(state, (arrays.sequences, *state.shape))
+    call = Call(
+        batch=B,
+        tokens=T,
+        heads=H,
+        key_dim=K,
+        value_dim=V,
+        sequences=arrays.sequences,
+        packed=arrays.cu_seqlens is not None,
+        decay=decay,
+        scale=scale,
+        reverse=_checks.flag("reverse", reverse),
+        dtype=np.dtype(arrays.query.dtype),
+    )
+    operands = query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens
+    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
+    return (output[0] if arrays.unbatched else output), final_state
+
+
+def _normalized(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    x = x.astype(dtype)
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + np.asarray(1e-6, dtype))

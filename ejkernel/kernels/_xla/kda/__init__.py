@@ -1,0 +1,5 @@
+"""`kda`, always on XLA."""
+
+from ejkernel.kernels._xla.kda._interface import kda
+
+__all__ = ["kda"]

@@ -1,0 +1,40 @@
+"""Inverses of unit lower triangular matrices, by forward substitution in small blocks and products of blocks.
+
+Not by the series `(I - N)(I + N²)(I + N⁴)…`: it is exact on paper, but with keys that resemble each other its terms
+grow before they cancel.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.chunks.scores import Einsum, corners, diagonal_blocks
+
+# Rows of blocks up to this size are found one after the other, larger blocks by products of smaller ones.
+BASE = 16
+
+
+def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
+    """`(I + below)⁻¹` for strictly lower triangular `below [..., C, C]`, `C` a power of two."""
+    C = below.shape[-1]
+    size = min(BASE, C)
+    found = _by_rows(diagonal_blocks(below, size))
+    while size < C:
+        # [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = einsum("...ts,...su->...tu", corners(below, size), first)
+        corner = -einsum("...ts,...su->...tu", second, corner)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        found = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
+        size *= 2
+    return found[..., 0, :, :]
+
+
+def _by_rows(below: jax.Array) -> jax.Array:
+    """Forward substitution: a row of the inverse is the unit row less what it takes of the rows above."""
+    size = below.shape[-1]
+    unit = jnp.eye(size, dtype=below.dtype)
+    rows = jnp.broadcast_to(unit[:1], (*below.shape[:-2], 1, size))
+    for t in range(1, size):
+        taken = (below[..., t, :t, None] * rows).sum(-2, keepdims=True)
+        rows = jnp.concatenate([rows, unit[t : t + 1] - taken], -2)
+    return rows

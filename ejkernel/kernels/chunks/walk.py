@@ -1,0 +1,206 @@
+"""The walk over chunks, one after the other, that every recurrence takes, and the way back of its gradient."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.chunks.layout import Chunks
+from ejkernel.kernels.chunks.scores import Einsum
+
+# The cotangent of the state at a chunk's end, from what takes it to that at the chunk's start.
+Mirror = Callable[[Any], jax.Array]
+
+
+class Call(layout.Call, Protocol):
+    """What the walk needs to know of a recurrence's call."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def state_dtype(self) -> np.dtype: ...
+
+
+class Mathematics(Protocol):
+    """What a recurrence does with one chunk; a module has it.
+
+    `effect` is all that can be known of a chunk without the state at its start. Its `passing` is what `end` needs to
+    take a state to the chunk's end, and `output` is what the tokens read of a state. `backward` gives the cotangents of
+    the chunk's arrays from those of the unscaled output and of the state at the chunk's end; the latter it is told by
+    `mirrored`, once it has said by what `mirror` takes it on to that of the state at the chunk's start.
+    """
+
+    def effect(self, chunk: Any, einsum: Einsum) -> Any: ...
+    def end(self, passing: Any, state: jax.Array, einsum: Einsum) -> jax.Array: ...
+    def output(self, effect: Any, state: jax.Array, einsum: Einsum) -> jax.Array: ...
+    def mirror(self, passing: Any, d_state: jax.Array, einsum: Einsum) -> jax.Array: ...
+    def backward(self, chunk: Any, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Any: ...
+
+
+def einsum_of(call: Call) -> Einsum:
+    """How to multiply."""
+    # half-precision inputs are already coarser than one pass of a matrix unit
+    precision = lax.Precision.DEFAULT if call.dtype.itemsize == 2 else lax.Precision.HIGHEST
+    return functools.partial(jnp.einsum, precision=precision)
+
+
+class States(NamedTuple):
+    """What a walk carries: the state of the sequence it is in and, if packed, those that sequences ended with.
+
+    The latter are written and never read on the way, or XLA would copy all of them at every chunk.
+    """
+
+    current: jax.Array  # [rows, H, K, V]
+    ends: jax.Array | None  # [N, H, K, V]
+
+    @property
+    def final(self) -> jax.Array:
+        return self.current if self.ends is None else self.ends
+
+
+def _by_steps(x: Any, together: int) -> Any:
+    """`[chunks, ...]` as `[steps, chunks of a step, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), x)
+
+
+def _flat(x: Any) -> Any:
+    """`[a, b, ...]` as `[a · b, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
+
+
+def _pass(
+    call: Call,
+    states: States,
+    step: Chunks,
+    starts: jax.Array | None,
+    advance: Callable[[Any, jax.Array], jax.Array],
+    passing: Any,
+    back: bool,
+) -> tuple[States, jax.Array]:
+    """States after a step that `advance(passing, state)` takes them through chunk by chunk, and what each chunk met.
+
+    The latter is `[chunks, rows, H, K, V]`. The first chunk of sequence `n`, or `back` its last, meets `starts[n]`, or
+    zeros.
+    """
+
+    def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, jax.Array]:
+        chunk, passing = each
+        met, ends = states
+        if call.packed:
+            start = jnp.zeros_like(met) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
+            met = jnp.where(chunk.last if back else chunk.first, start.astype(met.dtype), met)
+        left = advance(passing, met)
+        if ends is not None:
+            ends = lax.dynamic_update_slice_in_dim(ends, left, chunk.sequence, 0)
+        return States(left, ends), met
+
+    rows, chunks = states.current.shape[0], len(step.start)
+
+    def by_chunk(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, (chunks * rows, *x.shape[1:]))
+        return x.reshape(chunks, rows, *x.shape[1:])
+
+    each = step, jax.tree.map(by_chunk, passing)
+    return lax.scan(visit, states, each, reverse=call.reverse != back, unroll=True)
+
+
+def cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
+    """The tokens of a step's chunks as they are visited, `[chunks · rows, H, C, ·]`, in the dtype of the states."""
+    x = layout.cut(call, step, x).astype(call.state_dtype)
+    x = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 2, 1)
+    x = jnp.repeat(x, call.heads // x.shape[1], axis=1)
+    return jnp.flip(x, 2) if call.reverse else x
+
+
+def by_token(call: Call, flags: jax.Array) -> jax.Array:
+    """`[chunks, C]` of a step beside what `cut` gives."""
+    chunks, C = flags.shape
+    flags = jnp.broadcast_to(flags[:, None], (chunks, call.batch, C)).reshape(chunks * call.batch, 1, C, 1)
+    return jnp.flip(flags, 2) if call.reverse else flags
+
+
+def forward(
+    call: Call,
+    mathematics: Mathematics,
+    chunk: Callable[[Chunks], Any],
+    starts: jax.Array | None,
+    first: jax.Array,
+    cu_seqlens: jax.Array | None,
+    keep_states: bool,
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`.
+
+    `chunk` gives the arrays of a step's chunks; sequences are entered with `starts`, or with zeros if there are none;
+    `first [N, H, K, V]` is either.
+    """
+    where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together(call)
+
+    def visit(states: States, step: Chunks) -> tuple[States, Any]:
+        effects = mathematics.effect(chunk(step), einsum)
+        advance = functools.partial(mathematics.end, einsum=einsum)
+        states, met = _pass(call, states, step, starts, advance, effects.passing, back=False)
+        output = mathematics.output(effects, _flat(met), einsum)
+        output = jnp.flip(output, 2) if call.reverse else output
+        output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
+        output = output.reshape(*met.shape[:2], *output.shape[1:])  # [chunks, rows, C, H, V]
+        return states, (output, met if keep_states else None)
+
+    # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
+    # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
+    unroll = 1 if keep_states else max(1, 4 // together)
+    # sequences without a chunk end as they begin
+    states = States(jnp.zeros_like(first[:1]), first) if call.packed else States(first, None)
+    states, kept = lax.scan(visit, states, _by_steps(where, together), reverse=call.reverse, unroll=unroll)
+    pieces, met = _flat(kept)
+    return (layout.put_together(call, where, cu_seqlens, pieces), states.final), met
+
+
+def backward(
+    call: Call,
+    mathematics: Mathematics,
+    chunk: Callable[[Chunks], Any],
+    give: Callable[[Chunks, Any], Any],
+    met: jax.Array,
+    cu_seqlens: jax.Array | None,
+    cotangents: tuple[jax.Array, jax.Array],
+    stateful: bool,
+) -> tuple[Any, jax.Array]:
+    """What `give(chunks, gradients)` makes of all steps, `[chunks, ...]`, and cotangents of the states entered with.
+
+    Those of packed calls are only right if `stateful`: nobody else needs them.
+    """
+    d_output, d_final = cotangents
+    where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together_backwards(call)
+
+    def visit(d_states: States, step: tuple[Chunks, jax.Array]) -> tuple[States, Any]:
+        chunks, met = step
+
+        def mirrored(passing: Any) -> jax.Array:
+            nonlocal d_states
+            advance = functools.partial(mathematics.mirror, einsum=einsum)
+            d_states, d_met = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
+            return _flat(d_met)
+
+        do = call.scale * cut(call, chunks, d_output)
+        grads = mathematics.backward(chunk(chunks), _flat(met), do, mirrored, einsum)
+        return d_states, give(chunks, grads)
+
+    ends = d_final if stateful else None
+    d_states = States(jnp.zeros_like(d_final[:1]), ends) if call.packed else States(d_final, None)
+    d_states, given = lax.scan(visit, d_states, _by_steps((where, met), together), reverse=not call.reverse)
+    return _flat(given), d_states.final
+
+
+def heads_last(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
+    """A step's cotangents of `like [B, T, heads, ...]`, `[chunks, B, C, ...]`: heads that share one are summed."""
+    heads = like.shape[2]
+    x = x.reshape(x.shape[0], heads, call.heads // heads, *x.shape[2:]).sum(2)
+    x = jnp.moveaxis(jnp.flip(x, 2) if call.reverse else x, 1, 2).astype(like.dtype)
+    return x.reshape(-1, like.shape[0], x.shape[1], *like.shape[2:])

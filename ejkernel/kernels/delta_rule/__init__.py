@@ -1,0 +1,7 @@
+"""The delta rule: the gated linear recurrence with values replaced by what they correct."""
+
+from ejkernel._dispatch import Implementation
+from ejkernel.kernels.delta_rule import xla
+
+# Fastest first.
+IMPLEMENTATIONS = (Implementation("xla", None, xla.supports, xla.run),)

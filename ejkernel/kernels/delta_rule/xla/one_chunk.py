@@ -1,0 +1,134 @@
+"""The delta rule inside one chunk of tokens, forward and backward; `docs/delta_rule.md` derives it.
+
+It is the gated linear recurrence with values replaced by what each token really adds, `u`, which solve a unit lower
+triangular system. Everything here is `[B, H, C, ·]` in the dtype of the states.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.chunks.scores import Einsum, Pairs, gate_gradient, pairs, total_decay
+from ejkernel.kernels.chunks.triangular import inverse
+from ejkernel.kernels.chunks.walk import Mirror
+
+
+class Chunk(NamedTuple):
+    """One chunk's arrays, heads repeated where they are shared."""
+
+    query: jax.Array  # [B, H, C, K]
+    key: jax.Array  # [B, H, C, K]
+    value: jax.Array  # [B, H, C, V]
+    beta: jax.Array  # [B, H, C, 1]
+    log_decay: jax.Array | None  # [B, H, C, 1] or [B, H, C, K]
+
+
+class Gradients(NamedTuple):
+    """Cotangents of a chunk's arrays."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    beta: jax.Array
+    log_decay: jax.Array | None
+
+
+class Passing(NamedTuple):
+    """What takes a state to the other end of the chunk: `kept S + keyᵀ (added - recalled S)`."""
+
+    kept: jax.Array  # [B, H, 1 or K, 1]
+    key: jax.Array  # [B, H, C, K]
+    added: jax.Array  # [B, H, C, V]
+    recalled: jax.Array  # [B, H, C, K]
+
+
+class Effect(NamedTuple):
+    """What a chunk makes of a state `S` at its start: it adds `u = added - recalled S`, read `query S + scores u`."""
+
+    query: jax.Array  # decayed from the chunk's start [B, H, C, K]
+    scores: jax.Array  # [B, H, C, C]
+    passing: Passing
+
+
+class _System(NamedTuple):
+    """A chunk's scores and the solution of its triangular system."""
+
+    between: Pairs
+    overlaps: jax.Array  # of keys with earlier keys, decayed [B, H, C, C]
+    inverse: jax.Array  # (I + beta overlaps)⁻¹
+
+
+def _system(chunk: Chunk, einsum: Einsum) -> _System:
+    between = pairs(chunk.key, chunk.log_decay, einsum)
+    overlaps = jnp.where(_earlier(chunk), between.scores(chunk.key), 0)
+    return _System(between, overlaps, inverse(chunk.beta * overlaps, einsum))
+
+
+def _earlier(chunk: Chunk) -> np.ndarray:
+    return np.tri(chunk.query.shape[-2], k=-1, dtype=bool)
+
+
+def effect(chunk: Chunk, einsum: Einsum) -> Effect:
+    """What a chunk does, whatever the state at its start."""
+    between, _, solution = _system(chunk, einsum)
+    added = einsum("...ts,...sv->...tv", solution, chunk.beta * chunk.value)
+    recalled = einsum("...ts,...sk->...tk", solution, chunk.beta * (chunk.key * between.since))
+    passing = Passing(total_decay(chunk.log_decay)[..., None], chunk.key * between.until, added, recalled)
+    return Effect(chunk.query * between.since, between.scores(chunk.query), passing)
+
+
+def _added(passing: Passing, state: jax.Array, einsum: Einsum) -> jax.Array:
+    return passing.added - einsum("...tk,...kv->...tv", passing.recalled, state)
+
+
+def end(passing: Passing, state: jax.Array, einsum: Einsum) -> jax.Array:
+    """The state at the chunk's end."""
+    return passing.kept * state + einsum("...tk,...tv->...kv", passing.key, _added(passing, state, einsum))
+
+
+def mirror(passing: Passing, d_state: jax.Array, einsum: Einsum) -> jax.Array:
+    """The cotangent of the state at the chunk's start: `added [K, V]` is what comes of the output."""
+    recalled = einsum("...tk,...kv->...tv", passing.key, d_state)
+    return passing.kept * d_state + passing.added - einsum("...tk,...tv->...kv", passing.recalled, recalled)
+
+
+def output(effect: Effect, state: jax.Array, einsum: Einsum) -> jax.Array:
+    """What the chunk's tokens read, unscaled."""
+    read = einsum("...tk,...kv->...tv", effect.query, state)
+    return read + einsum("...ts,...sv->...tv", effect.scores, _added(effect.passing, state, einsum))
+
+
+def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Gradients:
+    """Cotangents, from those of the unscaled output and of the state at the chunk's end, which `mirrored` knows."""
+    q, k, v, beta, do = *chunk[:4], d_output
+    between, overlaps, solution = _system(chunk, einsum)
+    since, until = between.since, between.until
+    scores = between.scores(q)
+    wanted = v - einsum("...tk,...kv->...tv", k * since, state)  # what is to be written less what is recalled
+    u = einsum("...ts,...sv->...tv", solution, beta * wanted)
+    du = einsum("...ts,...tv->...sv", scores, do)
+    recalled = einsum("...ts,...sk->...tk", solution, beta * (k * since))
+    read = einsum("...tk,...tv->...kv", q * since, do) - einsum("...tk,...tv->...kv", recalled, du)
+    total = total_decay(chunk.log_decay)[..., None]
+    d_state = mirrored(Passing(total, k * until, read, recalled))
+    du = du + einsum("...tk,...kv->...tv", k * until, d_state)
+    dr = einsum("...ts,...tv->...sv", solution, du)
+    d_scores = einsum("...tv,...sv->...ts", do, u)
+    # strictly below: a token's own key crosses no gate and meets itself in the system's diagonal, which is 1
+    d_below = jnp.where(_earlier(chunk), -einsum("...tv,...sv->...ts", dr, u), 0)
+    d_beta = (dr * wanted).sum(-1, keepdims=True) + (d_below * overlaps).sum(-1, keepdims=True)
+    dq_pairs, dk_read = between.gradients(q, d_scores)
+    dk_row, dk_column = between.gradients(k, beta * d_below)
+    dq_state = einsum("...tv,...kv->...tk", do, state) * since
+    dk_start = -einsum("...tv,...kv->...tk", beta * dr, state) * since
+    dk_end = einsum("...tv,...kv->...tk", u, d_state) * until
+    da = None
+    if chunk.log_decay is not None:
+        arriving = q * (dq_pairs + dq_state) + k * (dk_row + dk_start - dk_read - dk_column)
+        da = gate_gradient(chunk.log_decay, arriving, k * dk_end, (total * state * d_state).sum(-1), einsum)
+    own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
+    dq = dq_pairs + dq_state + own * k
+    dk = dk_read + dk_row + dk_column + dk_start + dk_end + own * q
+    return Gradients(dq, dk, beta * dr, d_beta, da)

@@ -1,0 +1,151 @@
+"""The gated linear recurrence of a whole call and its gradient."""
+
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels import _varying
+from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens, where_there_are_tokens
+from ejkernel.kernels.chunks.layout import Chunks
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, value_chunk
+
+Results = tuple[jax.Array, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call that have gradients, or their cotangents, as `Call` describes them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array | None
+    value_log_decay: jax.Array | None
+    initial_state: jax.Array | None
+
+
+def _mathematics(call: Call) -> ModuleType:
+    return value_chunk if call.value_decay else one_chunk
+
+
+def initial_states(call: Call, inputs: Inputs) -> jax.Array:
+    """Initial states `[N, H, K, V]`."""
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(call.state_dtype)
+    shape = (call.sequences, call.heads, call.key_dim, call.value_dim)
+    return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
+
+
+def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
+    """The states that sequences are entered with, if there are initial ones."""
+    if inputs.initial_state is None:
+        return None
+    decay, by_value = inputs.log_decay, inputs.value_log_decay
+    if decay is not None:
+        constant = call.decay == "constant"
+        decay = (where_there_are_tokens if constant else functools.partial(of_first_tokens, call))(decay, cu_seqlens)
+    if by_value is not None:
+        by_value = of_first_tokens(call, by_value, cu_seqlens)
+    return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, decay, by_value))
+
+
+def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+    """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
+    a, b = inputs.log_decay, inputs.value_log_decay
+    first = walk.by_token(call, layout.first_visited(call, step))
+    if call.decay == "constant" and a is not None:
+        a = a[step.sequence] if call.packed else jnp.tile(a, (len(step.start), 1))
+        unseen = first | ~walk.by_token(call, layout.visited(call, step))
+        a = jnp.where(unseen, 0, a.astype(call.state_dtype)[:, :, None, None])
+    elif a is not None:
+        a = jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a))
+    b = None if b is None else jnp.where(first, 0, walk.cut(call, step, b))
+    q, k, v = (walk.cut(call, step, x) for x in inputs[:3])
+    return one_chunk.Chunk(q, k, v, a, b)
+
+
+def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
+    starts = _entering(call, inputs, cu_seqlens)
+    first = initial_states(call, inputs._replace(initial_state=starts))
+    chunk = functools.partial(_chunk, call, inputs)
+    return walk.forward(call, _mathematics(call), chunk, starts, first, cu_seqlens, keep_states)
+
+
+def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
+    def by_chunks() -> Results:
+        return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+
+    def by_tokens() -> Results:
+        return decode.steps(call, *inputs[:-1], initial_states(call, inputs), einsum=walk.einsum_of(call))
+
+    if decode.pays(call):
+        return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
+    return by_chunks()
+
+
+def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
+    results, starts = _walk(call, inputs, cu_seqlens, keep_states=True)
+    return results, (inputs, cu_seqlens, starts)
+
+
+def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
+    inputs, cu_seqlens, met = residuals
+    d_output, d_final = cotangents
+    d_final = _varying.like(d_final.astype(call.state_dtype), inputs.query)
+    constant, stateful = call.decay == "constant", inputs.initial_state is not None
+    # constant decays are summed apart, initial states come out of the walk
+    tokens = inputs._replace(initial_state=None, log_decay=None if constant else inputs.log_decay)
+
+    def give(chunks: Chunks, grads: one_chunk.Gradients) -> tuple[Inputs, jax.Array | None]:
+        first = walk.by_token(call, layout.first_visited(call, chunks))
+        decays = (grads.log_decay, grads.value_log_decay)
+        d_decay, d_value_decay = jax.tree.map(lambda x: jnp.where(first, 0, x), decays)
+        of_tokens = Inputs(grads.query, grads.key, grads.value, d_decay, d_value_decay, None)
+        d_gamma = None
+        if constant:
+            own = walk.by_token(call, layout.visited(call, chunks))
+            d_gamma = jnp.where(own, d_decay, 0).sum((-2, -1)).reshape(len(chunks.start), -1, call.heads)
+            of_tokens = of_tokens._replace(log_decay=None)
+        return jax.tree.map(functools.partial(walk.heads_last, call), tokens, of_tokens), d_gamma
+
+    chunk = functools.partial(_chunk, call, inputs)
+    (pieces, d_gamma), d_entering = walk.backward(
+        call, _mathematics(call), chunk, give, met, cu_seqlens, (d_output, d_final), stateful
+    )
+    where = layout.chunks(call, cu_seqlens)
+    grads = jax.tree.map(functools.partial(layout.put_together, call, where, cu_seqlens), pieces)
+    if constant:
+        gamma = inputs.log_decay
+        if call.packed:
+            d_gamma = jnp.zeros_like(d_gamma, shape=gamma.shape).at[where.sequence].add(d_gamma[:, 0])
+        else:
+            d_gamma = d_gamma.sum(0)
+        grads = grads._replace(log_decay=d_gamma.astype(gamma.dtype))
+    if stateful:
+        grads = _through_first_gates(call, inputs, cu_seqlens, grads, d_entering)
+    return grads, None
+
+
+def _through_first_gates(
+    call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, grads: Inputs, d_entering: jax.Array
+) -> Inputs:
+    """`grads` with what `_entering` adds to them."""
+
+    def entering(decay: jax.Array | None, value_decay: jax.Array | None, state: jax.Array) -> jax.Array | None:
+        moving = inputs._replace(log_decay=decay, value_log_decay=value_decay, initial_state=state)
+        return _entering(call, moving, cu_seqlens)
+
+    d_decay, d_value_decay, d_state = jax.vjp(entering, *inputs[3:])[1](d_entering)
+
+    d_decay, d_value_decay = jax.tree.map(jnp.add, (d_decay, d_value_decay), (grads.log_decay, grads.value_log_decay))
+    return grads._replace(log_decay=d_decay, value_log_decay=d_value_decay, initial_state=d_state)
+
+
+recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+recurrence.defvjp(_forward, _backward)
