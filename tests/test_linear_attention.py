@@ -13,8 +13,7 @@ from linear_attention_cases import CASES, Case
 
 import ejkernel
 from ejkernel import lightning_attn, linear_attention, recurrent, recurrent_gla, retention, simple_gla
-from ejkernel.kernels.chunks import layout
-from ejkernel.kernels.linear_recurrence.xla import one_chunk
+from ejkernel.kernels.chunks import layout, scores
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 
@@ -23,7 +22,7 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 def small_chunks(monkeypatch):
     """Chunks of 16 tokens in blocks of 2: every border is crossed by short sequences, which compile in less time."""
     monkeypatch.setattr(layout, "LARGEST_CHUNK", 16)
-    monkeypatch.setattr(one_chunk, "BASE", 2)
+    monkeypatch.setattr(scores, "BASE", 2)
 
 
 def split(arrays):
