@@ -51,7 +51,16 @@ def ops() -> dict[str, Taker]:
         "linear_attention": (X, KEYS, VALUES),
         "flash_attention": (X, KEYS, VALUES),
     }
-    found = {}
+    beta = GATES[..., 1]
+    alone = {
+        "delta_rule": (X, KEYS, VALUES, beta),
+        "gated_delta_rule": (X, KEYS, VALUES, GATES[..., 0], beta),
+        "kda": (X, KEYS, VALUES, GATES, beta),
+    }
+    found = {
+        name: Taker(lambda cu, name=name, given=given: getattr(ejkernel, name)(*given, cu_seqlens=cu))
+        for name, given in alone.items()
+    }
     for name, given in arrays.items():
         options = layer if name == "lightning_attn" else {"causal": True} if name == "flash_attention" else {}
         one, many = (functools.partial(getattr(each, name), **options) for each in (ejkernel, parallel))
