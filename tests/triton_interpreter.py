@@ -18,7 +18,7 @@ import ejkernel
 from ejkernel.kernels import _launch
 
 ROOT = Path(ejkernel.__file__).parent
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
 
 
 def device_modules():

@@ -21,17 +21,21 @@ def kept(call: Call, key: Array, query: Array, keys: Array) -> Array:
     heads = jnp.arange(call.batch * call.heads, dtype=jnp.uint32)
     heads = heads.reshape(call.batch, call.kv_heads, call.groups, 1, 1)
     row = heads * np.uint32(call.queries) + query.astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
-    words = _words(key)
-    bits, _ = _threefry(words[0], words[1], row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
-    return bits >= np.uint32(min(round(call.dropout * 2**32), 2**32 - 1))
+    bits, _ = _threefry(*words(key), row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
+    return bits >= np.uint32(least(call))
 
 
-def _words(key: Array) -> tuple[Array, Array]:
+def least(call: Call) -> int:
+    """The least word that keeps a weight; 0 without dropout."""
+    return min(round(call.dropout * 2**32), 2**32 - 1)
+
+
+def words(key: Array) -> tuple[Array, Array]:
     """The two words that stand for `key`, typed or raw."""
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    first, second = words[0], words[1]
-    for i in range(2, words.shape[0], 2):
-        first, second = _threefry(first, second, words[i], words[i + 1])
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    first, second = data[0], data[1]
+    for i in range(2, data.shape[0], 2):
+        first, second = _threefry(first, second, data[i], data[i + 1])
     return first, second
 
 

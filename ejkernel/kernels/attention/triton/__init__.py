@@ -1,0 +1,43 @@
+"""Softmax attention on NVIDIA GPUs, as Triton kernels."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.attention import dropout
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.triton.differentiation import attend
+from ejkernel.kernels.attention.triton.plan import operand_dtype
+
+_LARGEST_DIM = 256
+_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def supports(call: Call) -> str | None:
+    """Why these kernels cannot serve the call, or `None` if they can."""
+    for dtype in (operand_dtype(call), call.dtype):
+        if dtype not in _DTYPES:
+            return f"dtype {dtype} is none of bfloat16, float16, float32"
+    if call.softmax_dtype != np.float32:
+        return f"softmax_dtype {call.softmax_dtype}; it takes float32"
+    if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
+        return f"a head dim above {_LARGEST_DIM} (D={call.key_dim}, Dv={call.value_dim})"
+    sizes = (call.batch, call.queries, call.keys, call.heads, call.key_dim, call.value_dim, call.sequences, call.sinks)
+    if 0 in sizes:
+        return "an array without elements"
+    return _launch.unavailable()
+
+
+def run(call: Call, *arrays: Array | None) -> Any:
+    """The output `[B, S, H, Dv]`, with `return_lse` and the log of the softmax's denominator `[B, S, H]`."""
+    inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
+    dtype = operand_dtype(call)
+    query, key, value = (each.astype(dtype) for each in inputs[:3])
+    words = None if inputs.dropout_key is None else jnp.stack(dropout.words(inputs.dropout_key))
+    output, lse = attend(call, inputs._replace(query=query, key=key, value=value, dropout_key=words))
+    output = output.astype(call.dtype)
+    return (output, lse) if call.return_lse else output

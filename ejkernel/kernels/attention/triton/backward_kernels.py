@@ -1,0 +1,358 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code of the backward pass: a block of queries walks the keys for its gradient, a block of keys the queries.
+
+Each gradient is summed by the one program that owns it, in a fixed order: no atomics, and equal bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.attention.triton.tiles import (
+    ALL,
+    LOG2E,
+    bend,
+    in_sight,
+    kept,
+    load_pairs,
+    load_rows,
+    locate,
+    pair_rows,
+    sees,
+    stretch,
+    walked,
+)
+
+
+@triton.jit
+def load_stats(p_top, p_total, o_row, m_row, APART: tl.constexpr):
+    """What is taken off the scores before the exponential; APART, in two steps that a large maximum does not spoil."""
+    b_top = tl.load(p_top + o_row, mask=m_row, other=0.0)
+    b_total = tl.load(p_total + o_row, mask=m_row, other=0.0)
+    b_total = tl.where(b_total == float("-inf"), 0.0, b_total)
+    if not APART:
+        b_top = b_top + b_total
+    return b_top, b_total
+
+
+@triton.jit
+def pair_gradients(
+    b_s,
+    b_dp,
+    b_bias,
+    b_top,
+    b_total,
+    b_mean,
+    m_pair,
+    m_kept,
+    BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    LINEAR: tl.constexpr,
+    FAST: tl.constexpr,
+    LEAST: tl.constexpr,
+    SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The weights after dropout, the gradient of the scores, and the soft cap's slope, of a tile either way around."""
+    b_s, b_slope = bend(b_s, SCALE, CAP, LINEAR, FAST)
+    if BIAS:
+        b_p = tl.exp2(b_s + b_bias.to(tl.float32) * LOG2E - b_top - b_total)
+    elif LINEAR:
+        b_p = tl.exp2(b_s * (SCALE * LOG2E) - b_top)
+    else:
+        b_p = tl.exp2(b_s - b_top)
+    if LEAST:
+        b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
+    b_ds = b_p * (b_dp - b_mean)
+    if not WHOLE:
+        # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
+        b_p = tl.where(m_pair, b_p, 0.0)
+        b_ds = tl.where(m_pair, b_ds, 0.0)
+    if LEAST:
+        b_p = tl.where(m_kept, b_p * SHARE, 0.0)
+    return b_p, b_ds, b_slope
+
+
+@triton.jit
+def query_gradient(
+    p_q,
+    p_k,
+    p_v,
+    p_mask,
+    p_bias,
+    p_words,
+    p_cu,
+    p_cu_kv,
+    p_offset,
+    p_out,
+    p_top,
+    p_total,
+    p_dout,
+    p_dlse,
+    S,
+    L,
+    N,
+    n_steps,
+    left,
+    right,
+    p_dq,
+    p_mean,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PACKED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_HEADS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    DLSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    LINEAR: tl.constexpr,
+    FAST: tl.constexpr,
+    LEAST: tl.constexpr,
+    SHARE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient of one block of queries of one head, and what the softmax takes off the gradient of its scores."""
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_b, i_first, q_at, n_q, k_at, n_k, offset = locate(
+        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, BM, False, RIGHT, PACKED, OFFSETS
+    )
+    if i_first >= n_q:
+        return
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_dv = tl.arange(0, BDV)
+    m_i = i_first + o_m < n_q
+    o_token = q_at + i_first + o_m
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, offset, left, right, BN, LEFT, RIGHT)
+
+    q_row = i_b.to(tl.int64) * S + q_at + i_first
+    k_row = i_b.to(tl.int64) * L + k_at
+    p_k += i_h // (H // HKV) * D
+    p_v += i_h // (H // HKV) * DV
+    b_q = load_rows(p_q + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
+    b_do = load_rows(p_dout + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False)
+    b_out = load_rows(p_out + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
+    # a row without keys has output 0 and takes no gradient, not even a NaN
+    b_mean = tl.sum(tl.where(b_out == 0, 0.0, b_out * b_do.to(tl.float32)), 1)
+    b_do = b_do.to(b_q.dtype)
+    o_row = (i_b * H + i_h).to(tl.int64) * S + o_token
+    if DLSE:
+        m_lse = m_i
+        if PACKED:
+            m_lse = m_i & (o_token < tl.load(p_cu + N))
+        b_mean -= tl.load(p_dlse + o_row, mask=m_lse, other=0.0)
+    tl.store(p_mean + o_row, b_mean, mask=m_i)
+    b_top, b_total = load_stats(p_top, p_total, o_row, m_i, BIAS > 0)
+    o_mask = o_token
+    o_bias = o_token
+    o_draw = o_token
+    if MASK:
+        o_mask = pair_rows(i_b, i_h, o_token, S, L, H, MASK_HEADS, MASK)
+    if BIAS:
+        o_bias = pair_rows(i_b, i_h, o_token, S, L, H, BIAS_HEADS, BIAS)
+    if LEAST:
+        o_draw = o_row.to(tl.uint32)
+
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    o_i = i_first + o_m + offset
+    PAIRS: tl.constexpr = (MASK > 0) or (BIAS > 0)
+    for STAGE in tl.static_range(3):
+        if walked(STAGE, LEFT, PAIRS):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, PAIRS)
+            for i_k in range(i_from, i_to, BN):
+                WHOLE: tl.constexpr = STAGE == ALL
+                o_j = i_k + o_n
+                m_j = (o_j >= low) & (o_j < high)
+                b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, HKV * D, D, BD != D, WHOLE)
+                b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, WHOLE)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+                m_there = m_i[:, None] & m_j[None, :]
+                m_pair = m_there
+                m_kept = m_there
+                b_bias = 0.0
+                if BIAS:
+                    b_bias = load_pairs(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
+                if not WHOLE:
+                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], left, right, LEFT, RIGHT)
+                if MASK:
+                    m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
+                    b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
+                if LEAST:
+                    m_kept = kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST)
+                _, b_ds, b_slope = pair_gradients(
+                    b_s,
+                    b_dp,
+                    b_bias,
+                    b_top[:, None],
+                    b_total[:, None],
+                    b_mean[:, None],
+                    m_pair,
+                    m_kept,
+                    BIAS,
+                    SCALE,
+                    CAP,
+                    LINEAR,
+                    FAST,
+                    LEAST,
+                    SHARE,
+                    WHOLE,
+                )
+                b_dq = tl.dot((b_ds * b_slope).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    p_tile = p_dq + (q_row * H + i_h) * D + o_m[:, None] * (H * D) + o_d[None, :]
+    tl.store(p_tile, (b_dq * SCALE).to(p_dq.dtype.element_ty), mask=m_i[:, None] & (o_d[None, :] < D))
+
+
+@triton.jit
+def key_gradients(
+    p_q,
+    p_k,
+    p_v,
+    p_mask,
+    p_bias,
+    p_words,
+    p_cu,
+    p_cu_kv,
+    p_offset,
+    p_top,
+    p_total,
+    p_mean,
+    p_dout,
+    S,
+    L,
+    N,
+    n_steps,
+    left,
+    right,
+    B,
+    p_dk,
+    p_dv,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PARTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_HEADS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    LINEAR: tl.constexpr,
+    FAST: tl.constexpr,
+    LEAST: tl.constexpr,
+    SHARE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of one block of keys and values, from one of PARTS parts of the query heads that share them.
+
+    Tiles of pairs are [keys, queries] here.
+    """
+    G: tl.constexpr = H // HKV // PARTS
+    i_program = tl.program_id(0)
+    i_part = i_program % PARTS
+    i_kv = i_program // PARTS % HKV
+    i_b, i_first, q_at, n_q, k_at, n_k, offset = locate(
+        i_program // (PARTS * HKV), p_cu, p_cu_kv, p_offset, N, n_steps, S, L, BN, True, False, PACKED, OFFSETS
+    )
+    if i_first >= n_k:
+        return
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_dv = tl.arange(0, BDV)
+    o_j = i_first + o_n
+    m_j = o_j < n_k
+    i_last = tl.minimum(i_first + BN, n_k) - 1
+    # the queries that see a key are found as the keys that a query sees, the other way around
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_q, -offset, right, left, BM, RIGHT, LEFT)
+    q_row = i_b.to(tl.int64) * S + q_at
+    k_row = i_b.to(tl.int64) * L + k_at + i_first
+    b_k = load_rows(p_k + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
+    b_v = load_rows(p_v + i_kv * DV, k_row, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, False)
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BDV], tl.float32)
+    PAIRS: tl.constexpr = (MASK > 0) or (BIAS > 0)
+    for i_g in range(G):
+        i_h = (i_kv * PARTS + i_part) * G + i_g
+        stats = (i_b * H + i_h).to(tl.int64) * S + q_at
+        for STAGE in tl.static_range(3):
+            if walked(STAGE, RIGHT, PAIRS):
+                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, PAIRS)
+                for i_q in range(i_from, i_to, BM):
+                    WHOLE: tl.constexpr = STAGE == ALL
+                    o_i = i_q + o_m
+                    m_i = (o_i >= low) & (o_i < high)
+                    b_q = load_rows(p_q + i_h * D, q_row + i_q, o_m, m_i, o_d, H * D, D, BD != D, WHOLE)
+                    b_do = load_rows(p_dout + i_h * DV, q_row + i_q, o_m, m_i, o_dv, H * DV, DV, BDV != DV, WHOLE)
+                    b_do = b_do.to(b_v.dtype)
+                    b_top, b_total = load_stats(p_top, p_total, stats + o_i, m_i, BIAS > 0)
+                    b_mean = tl.load(p_mean + stats + o_i, mask=m_i, other=0.0)
+                    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+                    m_there = m_j[:, None] & m_i[None, :]
+                    m_pair = m_there
+                    m_kept = m_there
+                    b_bias = 0.0
+                    if BIAS:
+                        o_bias = pair_rows(i_b, i_h, q_at + o_i, S, L, H, BIAS_HEADS, BIAS)
+                        b_bias = load_pairs(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
+                    if not WHOLE:
+                        m_pair = m_there & sees(offset + o_i[None, :], o_j[:, None], left, right, LEFT, RIGHT)
+                    if MASK:
+                        o_mask = pair_rows(i_b, i_h, q_at + o_i, S, L, H, MASK_HEADS, MASK)
+                        m_pair &= load_pairs(p_mask, o_mask[None, :], k_at + o_j[:, None], m_there, MASK) != 0
+                        m_any = tl.max(m_pair.to(tl.int32), 0)[:, None] > 0
+                        b_q = tl.where(m_any, b_q, 0.0)
+                        b_do = tl.where(m_any, b_do, 0.0)
+                    if LEAST:
+                        o_draw = (stats + o_i).to(tl.uint32)[None, :]
+                        m_kept = kept(p_words, o_draw, (k_at + o_j).to(tl.uint32)[:, None], LEAST)
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                    b_p, b_ds, b_slope = pair_gradients(
+                        b_s,
+                        b_dp,
+                        b_bias,
+                        b_top[None, :],
+                        b_total[None, :],
+                        b_mean[None, :],
+                        m_pair,
+                        m_kept,
+                        BIAS,
+                        SCALE,
+                        CAP,
+                        LINEAR,
+                        FAST,
+                        LEAST,
+                        SHARE,
+                        WHOLE,
+                    )
+                    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                    b_dk = tl.dot((b_ds * b_slope).to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    k_row = (i_part.to(tl.int64) * B * L + k_row) * HKV + i_kv
+    p_tile = p_dk + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]
+    tl.store(p_tile, (b_dk * SCALE).to(p_dk.dtype.element_ty), mask=m_j[:, None] & (o_d[None, :] < D))
+    p_tile = p_dv + k_row * DV + o_n[:, None] * (HKV * DV) + o_dv[None, :]
+    tl.store(p_tile, b_dv.to(p_dv.dtype.element_ty), mask=m_j[:, None] & (o_dv[None, :] < DV))

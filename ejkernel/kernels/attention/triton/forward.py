@@ -1,0 +1,76 @@
+"""The forward pass as launches of Triton kernels."""
+
+import importlib
+from typing import Any
+
+from jax import Array
+
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.triton.launcher import Launcher
+from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
+
+
+def _kernels(name: str) -> Any:
+    # not at the top: `import ejkernel` must not import Triton
+    return importlib.import_module(f"ejkernel.kernels.attention.triton.{name}_kernels")
+
+
+def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array]:
+    """The output `[B, S, H, Dv]`, and of the denominators the maximum and the log of the sum, both to base 2, `[B, H, S]`.
+
+    A maximum of 0 and a log of -inf stand for no denominator.
+    """
+    launcher = Launcher.of(call, plan, inputs)
+    if plan.decoding_parts:
+        return _decode(launcher)
+    tile = plan.config.forward
+    return launcher.launch(
+        _kernels("forward").forward,
+        *launcher.tokens[:5],
+        inputs.sinks,
+        inputs.dropout_key,
+        *launcher.places,
+        *launcher.sizes,
+        outputs=_results(launcher),
+        programs=launcher.blocks(tile.queries) * call.heads,
+        tile=tile,
+    )
+
+
+def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
+    """Parts of the keys side by side, then merged."""
+    call, parts = launcher.call, launcher.plan.decoding_parts
+    config = launcher.plan.config.decoding
+    tile = Tile(power(call.queries * call.groups), config.keys, config.warps, config.stages)
+    rows = (call.batch, call.queries, call.heads, parts)
+    summed = launcher.launch(
+        _kernels("decoding").attend_part,
+        *launcher.tokens,
+        launcher.inputs.query_offset,
+        call.queries,
+        call.keys,
+        *launcher.bounds,
+        outputs=[launcher.like(*rows, call.value_dim), launcher.like(*rows), launcher.like(*rows)],
+        programs=call.batch * parts * call.kv_heads,
+        tile=tile,
+        PARTS=parts,
+    )
+    return launcher.launch(
+        _kernels("decoding").merge_parts,
+        *summed,
+        launcher.inputs.sinks,
+        call.queries,
+        outputs=_results(launcher),
+        programs=call.batch * call.queries * call.heads,
+        tile=Tile(1, 1, 4, 1),
+        PARTS=parts,
+        BPARTS=power(parts, 1),
+    )
+
+
+def _results(launcher: Launcher) -> list[Any]:
+    call = launcher.call
+    rows = launcher.like(call.batch, call.heads, call.queries)
+    output = launcher.like(call.batch, call.queries, call.heads, call.value_dim, dtype=call.residual_dtype)
+    return [output, rows, rows]

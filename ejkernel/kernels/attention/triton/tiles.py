@@ -1,0 +1,238 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code that every kernel of attention shares: which block is whose, who sees whom, and what a score becomes.
+
+Names: `i_` index, `n_` count, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
+Positions `i` and `j` of queries and keys count from 0 in their sequence; `at` is where a sequence begins in its row.
+Scores are kept in units of log 2, so that their exponential is one instruction.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Positions and bounds are cut to this, so that sums of three never overflow.
+FAR = tl.constexpr(1 << 29)
+
+# How a mask or a bias is laid out: it is there, and these of its axes are not broadcast.
+PRESENT = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+QUERIES = tl.constexpr(4)
+KEYS = tl.constexpr(8)
+
+# A walk goes over one edge of what is in sight, then over what all rows see, then over the other edge.
+ALL = tl.constexpr(1)
+LAST = tl.constexpr(2)
+
+
+@triton.jit
+def sequence_of(i_block, p_cu, N, n_steps, BLOCK: tl.constexpr):
+    """The packed sequence that a block belongs to; N is the padding past the last.
+
+    Sequence `n` has the blocks from `cu[n] // BLOCK + n` on. That may be one more than it needs, and spares the sum
+    over those before it.
+    """
+    i_low = i_block * 0
+    i_high = i_low + N
+    for _ in range(n_steps):
+        i_middle = (i_low + i_high + 1) // 2
+        m_begun = tl.load(p_cu + i_middle) // BLOCK + i_middle <= i_block
+        i_low = tl.where(m_begun, i_middle, i_low)
+        i_high = tl.where(m_begun, i_high, i_middle - 1)
+    return i_low
+
+
+@triton.jit
+def locate(
+    i_block,
+    p_cu,
+    p_cu_kv,
+    p_offset,
+    N,
+    n_steps,
+    S,
+    L,
+    BLOCK: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    PACKED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+):
+    """Row, first position of the block, where its sequence begins and how long it is on both sides, and its offset."""
+    if PACKED:
+        i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, n_steps, BLOCK)
+        i_next = tl.minimum(i_n + 1, N)
+        q_at = tl.load(p_cu + i_n)
+        k_at = tl.load(p_cu_kv + i_n)
+        # padding is a sequence that nobody sees and that sees nobody
+        n_q = tl.where(i_n < N, tl.load(p_cu + i_next), 0 if OF_KEYS else S) - q_at
+        n_k = tl.where(i_n < N, tl.load(p_cu_kv + i_next), L if OF_KEYS else 0) - k_at
+        i_first = (i_block - (k_at if OF_KEYS else q_at) // BLOCK - i_n) * BLOCK
+        i_b = i_block * 0
+        i_n = tl.minimum(i_n, N - 1)
+    else:
+        n_blocks = tl.cdiv(L if OF_KEYS else S, BLOCK)
+        i_b = i_block // n_blocks
+        i_first = i_block % n_blocks
+        if BACKWARDS:
+            i_first = n_blocks - 1 - i_first
+        i_first = i_first * BLOCK
+        i_n = i_b
+        q_at = i_block * 0
+        k_at = i_block * 0
+        n_q = q_at + S
+        n_k = k_at + L
+    offset = i_block * 0
+    if OFFSETS:
+        offset = tl.load(p_offset + (i_n if OFFSETS == 2 else 0))
+        offset = tl.minimum(tl.maximum(offset, -FAR), FAR)
+    return i_b, i_first, q_at, n_q, k_at, n_k, offset
+
+
+@triton.jit
+def in_sight(i_first, i_last, n_others, offset, left, right, STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Of the others, the first and one past the last that some of `i_first … i_last` see; where blocks that all see
+    begin and end; and where to begin so that these are whole steps."""
+    low = n_others * 0
+    high = n_others
+    all_low = low
+    all_high = high
+    if LEFT:
+        low = tl.maximum(i_first + offset - left, 0)
+        all_low = tl.maximum(i_last + offset - left, 0)
+    if RIGHT:
+        high = tl.minimum(high, i_last + offset + right + 1)
+        all_high = tl.minimum(high, i_first + offset + right + 1)
+    start = low // STEP * STEP
+    all_start = tl.maximum(tl.cdiv(all_low, STEP) * STEP, start)
+    all_stop = tl.maximum(tl.maximum(all_high, 0) // STEP * STEP, all_start)
+    return low, high, start, all_start, all_stop
+
+
+@triton.constexpr_function
+def walked(stage, first_edge, pairs):
+    """Whether a stage of the walk is there at all; with a mask or a bias everything is edge."""
+    return stage == LAST or (not pairs and (stage == ALL or first_edge))
+
+
+@triton.jit
+def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, PAIRS: tl.constexpr):
+    """From where to where a stage of the walk goes."""
+    if PAIRS:
+        return start, high
+    elif STAGE == LAST:
+        return all_stop, high
+    elif STAGE == ALL:
+        return all_start, all_stop
+    else:
+        return start, tl.minimum(all_start, high)
+
+
+@triton.jit
+def sees(o_i, o_j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Whether a query at position `o_i` among the keys may see the key at `o_j`, as far as bounds on distance go."""
+    m_pair = (o_i == o_i) & (o_j == o_j)
+    if LEFT:
+        m_pair = m_pair & (o_j >= o_i - left)
+    if RIGHT:
+        m_pair = m_pair & (o_j <= o_i + right)
+    return m_pair
+
+
+@triton.jit
+def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows of a head as a tile, 0 where there are none."""
+    p_tile = p + i_token * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
+    if WHOLE and not PAD:
+        return tl.load(p_tile)
+    elif WHOLE:
+        return tl.load(p_tile, mask=o_c[None, :] < D, other=0.0)
+    elif PAD:
+        return tl.load(p_tile, mask=m_r[:, None] & (o_c[None, :] < D), other=0.0)
+    else:
+        return tl.load(p_tile, mask=m_r[:, None], other=0.0)
+
+
+@triton.jit
+def pair_rows(i_b, i_h, o_token, S, L, H: tl.constexpr, HEADS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where the rows of a mask or a bias begin that belong to these queries."""
+    o_row = (i_h * HEADS // H + o_token * 0).to(tl.int64)
+    if LAYOUT & ROWS:
+        o_row += i_b.to(tl.int64) * HEADS
+    if LAYOUT & QUERIES:
+        o_row = o_row * S + o_token
+    if LAYOUT & KEYS:
+        o_row = o_row * L
+    return o_row
+
+
+@triton.jit
+def load_pairs(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
+    """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens."""
+    if LAYOUT & KEYS:
+        o_row = o_row + o_token
+    else:
+        o_row = o_row + o_token * 0
+    return tl.load(p + o_row, mask=m_pair, other=0)
+
+
+@triton.jit
+def tanh(b, FAST: tl.constexpr):
+    """The hyperbolic tangent; FAST is one instruction with an error of 2^-11 of the result."""
+    if FAST:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        b_square = b * b
+        b_near = b + b * b_square * (-1 / 3 + b_square * (2 / 15 - b_square * (17 / 315)))
+        # exact to the last digits of 1, which is too little where the result is small
+        return tl.where(b_square < 0.04, b_near, 1.0 - 2.0 / (tl.exp2(b * (2 * LOG2E)) + 1.0))
+
+
+@triton.jit
+def bend(b_s, SCALE: tl.constexpr, CAP: tl.constexpr, LINEAR: tl.constexpr, FAST: tl.constexpr):
+    """What becomes of a product of query and key before a bias is added, and the slope of the soft cap.
+
+    LINEAR leaves the scale to whoever takes the exponential.
+    """
+    b_slope = 1.0
+    if CAP > 0:
+        b_bent = tanh(b_s * (SCALE / CAP), FAST)
+        b_s = b_bent * (CAP * LOG2E)
+        b_slope = 1.0 - b_bent * b_bent
+    elif not LINEAR:
+        b_s = b_s * (SCALE * LOG2E)
+    return b_s, b_slope
+
+
+@triton.jit
+def turned(b, BY: tl.constexpr):
+    return (b << BY) | (b >> (32 - BY))
+
+
+@triton.jit
+def kept(p_words, o_row, o_column, LEAST: tl.constexpr):
+    """Which weights dropout keeps: `dropout.kept`, Threefry-2x32 in 13 rounds, bit for bit."""
+    k_0 = tl.load(p_words)
+    k_1 = tl.load(p_words + 1)
+    k_2 = k_0 ^ k_1 ^ 0x1BD11BDA
+    x_0 = o_row + k_0
+    x_1 = o_column + k_1
+    x_0, x_1 = tl.broadcast(x_0, x_1)
+    x_0, x_1 = four_rounds(x_0, x_1, 13, 15, 26, 6)
+    x_0, x_1 = four_rounds(x_0 + k_1, x_1 + k_2 + 1, 17, 29, 16, 24)
+    x_0, x_1 = four_rounds(x_0 + k_2, x_1 + k_0 + 2, 13, 15, 26, 6)
+    # of the last round only the first word is asked for
+    return x_0 + k_0 + x_1 + k_1 + 3 >= LEAST
+
+
+@triton.jit
+def four_rounds(x_0, x_1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    x_0 = x_0 + x_1
+    x_1 = turned(x_1, A) ^ x_0
+    x_0 = x_0 + x_1
+    x_1 = turned(x_1, B) ^ x_0
+    x_0 = x_0 + x_1
+    x_1 = turned(x_1, C) ^ x_0
+    x_0 = x_0 + x_1
+    x_1 = turned(x_1, D) ^ x_0
+    return x_0, x_1
