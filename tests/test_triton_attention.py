@@ -1,14 +1,17 @@
 """The Triton kernels of softmax attention, interpreted on the CPU, against the oracle and against XLA."""
 
+import functools
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from attention_cases import CASES, OFFSET, PACKED, Case, check, results_and_gradients
+from attention_cases import CASES, OFFSET, PACKED, Case, check, check_second_gradients
 from conftest import assert_close
+from jax.sharding import PartitionSpec
+from triton_attention_cases import FEW, GROUPED, LONG, expected, options_of, with_gradients
 
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
@@ -24,38 +27,298 @@ if _launch.capability() is not None:
 from triton_interpreter import interpreted
 
 # the smallest tiles that dots take, so that a few dozen tokens are several blocks
-SMALL = Config(*[Tile(16, 16, 4, 1)] * 5, 4)
+SMALL = Config(*[Tile(16, 16, 4, 1)] * 5, fill=16)
+# one tile would hold all of these, and the one above has already seen what they differ in
+SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
+TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     monkeypatch.setattr(plan, "configure", lambda *_: SMALL)
     monkeypatch.setattr(plan, "FEW_ROWS", 0)
-    pretender = Implementation("triton", None, triton.supports, triton.run)
-    everywhere = Implementation("xla", None, xla.supports, xla.run)
-    monkeypatch.setattr(sys.modules["ejkernel.attention"], "FLASH_ATTENTION", (pretender, everywhere))
+    chosen = Implementation("triton", None, triton.supports, triton.run)
+    other = Implementation("xla", None, xla.supports, xla.run)
+    monkeypatch.setattr(sys.modules["ejkernel.attention"], "FLASH_ATTENTION", (chosen, other))
     with interpreted():
         yield
 
 
-def options_of(case):
-    borders = {name: np.array(each, np.int32) for name, each in case.options.items() if name.startswith("cu_")}
-    return {**case.options, **borders}
-
-
 def flash(case, **more):
-    return lambda **arrays: flash_attention(**arrays, **options_of(case), dtype=None, **more)
+    return lambda **arrays: flash_attention(**arrays, **options_of(case), **{"dtype": None, **more})
 
 
-@pytest.mark.parametrize("case", [*CASES, *PACKED, *OFFSET], ids=str)
+@pytest.mark.parametrize("case", [*LONG, *SHORT], ids=str)
 def test_matches_oracle(case):
     """Output, log-sum-exp and the gradients of both."""
-    if case.options.get("cu_seqlens") == [0]:
-        pytest.skip("nothing packed is XLA's")
-    check(
-        flash(case, return_lse=True, platform="triton"),
-        lambda **arrays: oracle.flash_attention(**arrays, **case.options),
-        case.arrays(np.float32),
-        3e-6,
-        1e-2,
+    check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_decoding(case, monkeypatch):
+    """The keys in parts, and gradients from what the parts left."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 64)
+    check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", [LONG[1], LONG[-1], FEW[2]], ids=str)
+def test_half_precision(case, dtype, monkeypatch):
+    """Output and gradients as near to those in float32 as the dtype allows."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if case in FEW else 0)
+    arrays = {name: each.astype(dtype) if each.dtype != bool else each for name, each in case.arrays(np.float32).items()}
+    cotangent = np.random.default_rng(0).normal(size=(*arrays["query"].shape[:3], case.value_dim)).astype(np.float32)
+    mine = with_gradients(flash(case, dtype=np.float32), arrays, cotangent)
+    exact = {name: each.astype(np.float32) if each.dtype != bool else each for name, each in arrays.items()}
+    right = with_gradients(flash(case, platform="xla"), exact, cotangent)
+    assert_close(right[0], expected(case)(**exact)[0], 3e-6)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (2, 2, 20, 1), (2, 4, 1, 1), (1, 4, 20, 40)], ids=str)
+def test_bias_gradient_of_every_form(shape):
+    # without sinks a bias that is the same for all keys has no gradient
+    case = Case("", queries=20, keys=40, heads=4, kv_heads=2, sink_shape=(2,), options={"sliding_window": (30, 9)})
+    arrays = {**case.arrays(np.float32), "bias": np.random.default_rng(3).normal(size=shape).astype(np.float32)}
+    check(flash(case, return_lse=True), expected(case), arrays, 3e-6, 2e-5)
+
+
+@pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
+def test_bias_that_swamps_the_scores(low):
+    """Rows whose every bias is very low: their weights are what the scores leave of them, and sum up to 1."""
+    case = Case("", queries=20, keys=20)
+    arrays = {**case.arrays(np.float32), "bias": np.full((1, 1, 20, 20), 0, np.float32)}
+    arrays["bias"][:, :, 3:9] = low
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
+    output, gradients = with_gradients(flash(case), arrays, cotangent)
+    assert_close(output[:, 3:9], np.broadcast_to(arrays["value"].mean(1, keepdims=True), output[:, 3:9].shape), 1e-5)
+    # each value gets a twentieth of the cotangents of those rows
+    alone = np.zeros_like(cotangent)
+    alone[:, 3:9] = cotangent[:, 3:9]
+    _, gradients = with_gradients(flash(case), arrays, alone)
+    assert_close(gradients["value"], np.broadcast_to(alone.mean(1, keepdims=True), cotangent.shape), 1e-5)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)], ids=["typed", "raw"])
+@pytest.mark.parametrize("decoded", [False, True])
+def test_dropout_drops_what_xla_drops(key, decoded, monkeypatch):
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if decoded else 0)
+    case = Case("", queries=3 if decoded else 40, keys=50, **GROUPED, bias_heads=1, options={"causal": not decoded})
+    arrays = case.arrays(np.float32)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
+    drop = {"deterministic": False, "dropout_prob": 0.4, "dropout_rng": key}
+    mine, right = (
+        with_gradients(flash(case, **drop, platform=platform), arrays, cotangent) for platform in ("triton", "xla")
     )
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, 1e-5)
+
+
+def test_sequences_do_not_touch():
+    """A NaN in one packed sequence changes no bit of another, forward and backward; padding has no effect at all."""
+    case = Case("", batch=1, queries=64, keys=64, **GROUPED, options={"cu_seqlens": [0, 20, 41, 60], "causal": True})
+    arrays = case.arrays(np.float32)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
+    clean = with_gradients(flash(case), arrays, cotangent)
+    for each in (*arrays.values(), cotangent):
+        each[:, 25] = each[:, 60:] = np.nan
+    spoilt = with_gradients(flash(case), arrays, cotangent)
+    others = np.r_[0:20, 41:64]
+    for one, other in zip(jax.tree.leaves(clean), jax.tree.leaves(spoilt), strict=True):
+        np.testing.assert_array_equal(one[:, others], other[:, others])
+        assert (other[:, 60:] == 0).all()
+
+
+def test_padding_leaves_sinks_alone():
+    case = Case("", batch=1, queries=40, keys=40, sink_shape=(2,), options={"cu_seqlens": [0, 20, 30], "causal": True})
+    arrays = case.arrays(np.float32)
+    cotangent = np.ones(arrays["query"].shape, np.float32), np.ones(arrays["query"].shape[:3], np.float32)
+    clean = with_gradients(flash(case, return_lse=True), arrays, cotangent)[1]["softmax_aux"]
+    for each in (*(arrays[name] for name in ("query", "key", "value")), *cotangent):
+        each[:, 30:] = np.nan
+    spoilt = with_gradients(flash(case, return_lse=True), arrays, cotangent)[1]["softmax_aux"]
+    np.testing.assert_array_equal(clean, spoilt)
+    assert np.isfinite(clean).all()
+
+
+def test_what_no_mask_lets_be_seen_has_no_effect_even_if_it_is_nan():
+    query, key, value, d_output = np.random.default_rng(0).normal(size=(4, 1, 40, 2, 4)).astype(np.float32)
+    mask = np.zeros((1, 1, 40, 40), bool)
+    mask[..., :30, :35] = True
+    case = Case("")
+
+    def run():
+        arrays = {"query": query, "key": key, "value": value, "attention_mask": mask}
+        return jax.tree.leaves(with_gradients(flash(case), arrays, d_output))
+
+    clean = run()
+    query[:, 30:], d_output[:, 30:], key[:, 35:], value[:, 35:] = np.nan, np.nan, np.inf, np.nan
+    for before, after in zip(clean, run(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_keys_past_the_last_query_have_no_effect_even_if_they_are_nan():
+    """A cache that is not full holds whatever it held before."""
+    case = Case("", queries=20, keys=60, options={"causal": True, "query_offset": np.array([3, 30])})
+    arrays = case.arrays(np.float32)
+    cotangent = np.ones(arrays["query"].shape, np.float32)
+    clean = with_gradients(flash(case), arrays, cotangent)
+    for name in ("key", "value"):
+        arrays[name][0, 23:] = arrays[name][1, 50:] = np.nan
+    for one, other in zip(*map(jax.tree.leaves, (clean, with_gradients(flash(case), arrays, cotangent))), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_mixed_dtypes():
+    arrays = CASES[0].arrays(np.float32)
+    arrays["key"] = arrays["key"].astype(jnp.bfloat16)
+    cotangent = np.ones(arrays["query"].shape, np.float32)
+    mine, right = (with_gradients(flash(CASES[0], platform=each), arrays, cotangent) for each in ("triton", "xla"))
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other, 1e-5)
+
+
+def test_gradient_of_gradient():
+    case = Case("", batch=1, queries=5, keys=6, **GROUPED, bias_heads=1, sink_shape=(2,), options={"causal": True})
+    arrays = case.arrays(np.float32)
+    arrays["bias"] = np.maximum(arrays["bias"], -5)
+
+    def second(platform):
+        def product(moving):
+            gradients = jax.grad(lambda moving: (flash(case, platform=platform)(**moving) ** 2).sum())(moving)
+            return sum((each**2).sum() for each in jax.tree.leaves(gradients))
+
+        return jax.jit(jax.grad(product))(arrays)
+
+    for one, other in zip(jax.tree.leaves(second("triton")), jax.tree.leaves(second("xla")), strict=True):
+        assert_close(one, other, 1e-4)
+
+
+def test_transformations():
+    """`vmap` (of borders, biases and sinks too), `checkpoint`, `scan` and `shard_map` change nothing."""
+    case = Case("", batch=2, queries=20, keys=20, **GROUPED, sink_shape=(2,), bias_heads=1, options={"causal": True})
+    arrays = {name: jnp.asarray(each) for name, each in case.arrays(np.float32).items()}
+    offset = jnp.arange(2)
+
+    def whole(arrays, offset):
+        return flash(case)(**arrays, query_offset=offset)
+
+    def gradients(function):
+        return jax.jit(jax.value_and_grad(lambda arrays, offset: (function(arrays, offset) ** 2).sum()))
+
+    rows = {name: None if name == "softmax_aux" else 0 for name in arrays}
+
+    def one_row(arrays, offset):
+        return whole({name: each if rows[name] is None else each[None] for name, each in arrays.items()}, offset)[0]
+
+    def packed_row(arrays, offset):
+        arrays = {name: each[None] if name == "bias" else each for name, each in arrays.items()}
+        return flash(case)(**arrays, query_offset=offset, cu_seqlens=jnp.array([0, 20]) + 0 * offset)
+
+    def by_row(row, **axes):
+        return lambda arrays, offset: jax.vmap(row, ({**rows, **axes}, 0))(arrays, offset)
+
+    def sinks_by_row(arrays, offset):
+        copies = jnp.broadcast_to(arrays["softmax_aux"], (2, *arrays["softmax_aux"].shape))
+        return by_row(one_row, softmax_aux=0)({**arrays, "softmax_aux": copies}, offset)
+
+    def scanned(arrays, offset):
+        moving = {name: each for name, each in arrays.items() if rows[name] == 0}
+        step = lambda _, xs: (None, jax.checkpoint(one_row)({**arrays, **xs[0]}, xs[1]))  # noqa: E731
+        return jax.lax.scan(step, None, (moving, offset))[1]
+
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: PartitionSpec() if rows[name] is None else PartitionSpec("rows") for name in arrays}
+    sharded = jax.shard_map(
+        whole,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec("rows")),
+        out_specs=PartitionSpec("rows"),
+        # callbacks do not say over which axes their results vary
+        check_vma=False,
+    )
+    right = gradients(whole)(arrays, offset)
+    for function in (by_row(one_row), by_row(packed_row), sinks_by_row, scanned, sharded):
+        for one, other in zip(
+            jax.tree.leaves(right), jax.tree.leaves(gradients(function)(arrays, offset)), strict=True
+        ):
+            assert_close(other, one, 1e-5)
+
+
+def test_vmap_with_a_shared_mask_or_bias():
+    """What all rows share is neither copied nor does its gradient mix rows."""
+    case = Case("", batch=2, queries=20, keys=20, mask_heads=1, broadcast=True)
+    arrays = case.arrays(np.float32)
+    stacked = {name: np.stack([each, each[:, ::-1]]) for name, each in arrays.items() if name != "attention_mask"}
+    bias = np.random.default_rng(1).normal(size=(1, 1, 20, 20)).astype(np.float32)
+
+    def loss(arrays, bias):
+        return (flash_attention(**arrays, bias=bias, attention_mask=None, dtype=None) ** 2).sum()
+
+    def masked(arrays):
+        return flash_attention(**arrays, attention_mask=arrays_mask, dtype=None)
+
+    arrays_mask = arrays["attention_mask"]
+    found = jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None))(stacked, bias)
+    outputs = jax.vmap(masked)(stacked)
+    for row in range(2):
+        one = {name: each[row] for name, each in stacked.items()}
+        right = jax.value_and_grad(loss, (0, 1))(one, bias)
+        assert_close(outputs[row], masked(one), 1e-6)
+        for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(found), strict=True):
+            assert_close(b[row], a, 1e-5)
+
+
+CALL = {name: jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.bfloat16) for name in ("query", "key", "value")}
+
+
+def shapes(dtype=jnp.bfloat16, dim=16):
+    return dict.fromkeys(CALL, jax.ShapeDtypeStruct((2, 64, 4, dim), dtype))
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (shapes(jnp.float64), "float64"),
+        (shapes(dim=264), "a head dim above 256"),
+        ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype bfloat16"),
+        (dict.fromkeys(CALL, jax.ShapeDtypeStruct((2, 0, 4, 16), jnp.bfloat16)), "without elements"),
+    ],
+)
+def test_supports_says_why(arguments, reason, x64):
+    from ejkernel import explain
+
+    assert reason in explain(flash_attention, **{**CALL, **arguments}).refused["triton"]
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("wide", [False, True])
+def test_configurations_are_whole(monkeypatch, capability, dim, wide):
+    monkeypatch.undo()
+    config = plan.configure(capability, wide, dim)
+    for tile in (config.forward, config.query, config.key, config.bias, config.decoding):
+        assert all(each & (each - 1) == 0 for each in (tile.queries, tile.keys, tile.warps))
+        assert min(tile.queries, tile.keys) >= 16
+
+
+def test_compile_key_does_not_depend_on_length(monkeypatch):
+    """What is constant in a kernel is the same for any number of tokens, sequences and packing of a kind."""
+    seen = []
+
+    def record(kernel, *arguments, outputs, programs, **rest):
+        kinds = [type(each) if isinstance(each, int) else each.dtype for each in (*arguments, *outputs)]
+        seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
+        return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
+
+    monkeypatch.setattr(_launch, "launch", record)
+    keys = []
+    for tokens, borders in ((70, [0, 20, 40]), (90, [0, 1, 80]), (47, [0, 20, 20, 47])):
+        seen.clear()
+        case = replace(LONG[0], batch=1, queries=tokens, keys=tokens, options={"cu_seqlens": borders, "causal": True})
+        arrays = case.arrays(np.float32)
+        with_gradients(flash(case), arrays, arrays["query"])
+        keys.append(list(seen))
+    assert keys[0] == keys[1] == keys[2]

@@ -21,8 +21,8 @@ from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 
 
-def launches(capability, case):
-    """What a call and its gradient launch: kernel, types of its arguments, warps, stages, constants."""
+def launches(capability, program):
+    """What `program` launches: kernel, types of its arguments, warps, stages, constants."""
     found = {}
 
     def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
@@ -34,8 +34,7 @@ def launches(capability, case):
 
     there = {"capability": lambda: capability, "unavailable": lambda: None, "launch": launch}
     with mock.patch.multiple(_launch, **there):
-        arrays, cotangents = triton_cases.make(case)
-        jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
+        program()
     return list(found)
 
 
@@ -58,7 +57,12 @@ def main(capability, dtype, dims, decay):
     key_dim, value_dim = map(int, dims.split("x"))
     shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": key_dim, "V": value_dim}
     case = triton_cases.Case("compiled", decay=decay, dtype=dtype, **shape)
-    found = [(each[0].fn.__name__, *each) for each in launches(int(capability), case)]
+
+    def program():
+        arrays, cotangents = triton_cases.make(case)
+        jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
+
+    found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
     print(json.dumps([(name, shared_memory(int(capability), *each)) for name, *each in found]))
 
 

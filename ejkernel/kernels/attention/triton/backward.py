@@ -14,6 +14,9 @@ from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
 
 
+_TERMS = 16  # as in `backward_kernels`
+
+
 class Gradients(NamedTuple):
     """What the kernels find: gradients shaped as what they belong to, and `[B, H, S]`."""
 
@@ -45,16 +48,23 @@ def backward(
     launcher = Launcher.of(call, plan, inputs)
     output, top, total = results
     tile, dtype = plan.config.query, inputs.query.dtype
-    d_query, mean = launcher.launch(
+    # bfloat16 has float32's range: what is taken off the scores can travel with them, unless dropout comes in between
+    folded = dtype == jnp.bfloat16 and not call.dropout
+    d_query, mean, terms = launcher.launch(
         _kernels("backward").query_gradient,
         *launcher.tokens,
         *launcher.places,
         *(output, top, total, d_output, d_lse),
         *launcher.sizes,
-        outputs=[launcher.like(*inputs.query.shape, dtype=dtype), launcher.like(*top.shape)],
+        outputs=[
+            launcher.like(*inputs.query.shape, dtype=dtype),
+            launcher.like(*top.shape),
+            launcher.like(*((*top.shape, _TERMS) if folded else (1,)), dtype=dtype),
+        ],
         programs=launcher.blocks(tile.queries) * call.heads,
         tile=tile,
         DLSE=d_lse is not None,
+        FOLDED=folded,
     )
     tile, parts = plan.config.key, plan.head_parts
     shapes = [(parts, *each.shape) for each in (inputs.key, inputs.value)]
@@ -62,13 +72,14 @@ def backward(
         _kernels("backward").key_gradients,
         *launcher.tokens,
         *launcher.places,
-        *(top, total, mean, d_output),
+        *(top, total, mean, terms, d_output),
         *launcher.sizes,
         call.batch,
         outputs=[launcher.like(*each, dtype=dtype if parts == 1 else jnp.float32) for each in shapes],
         programs=launcher.blocks(tile.keys, of_keys=True) * call.kv_heads * parts,
         tile=tile,
         PARTS=parts,
+        FOLDED=folded,
     )
     d_bias = _bias(launcher, (top, total, mean), d_output) if of_bias else None
     return Gradients(d_query, _summed(d_key), _summed(d_value), d_bias, mean)

@@ -24,37 +24,34 @@ from ejkernel.kernels.attention.triton.tiles import (
 )
 
 
+# Columns of a row of `p_terms`: the scores' shift and the weights' mean, each as three numbers that add up to it.
+TERMS = tl.constexpr(16)
+
+
 @triton.jit
 def load_stats(p_top, p_total, o_row, m_row, APART: tl.constexpr):
     """What is taken off the scores before the exponential; APART, in two steps that a large maximum does not spoil."""
     b_top = tl.load(p_top + o_row, mask=m_row, other=0.0)
-    b_total = tl.load(p_total + o_row, mask=m_row, other=0.0)
-    b_total = tl.where(b_total == float("-inf"), 0.0, b_total)
-    if not APART:
-        b_top = b_top + b_total
+    b_total = b_top
+    if APART:
+        b_total = tl.load(p_total + o_row, mask=m_row, other=0.0)
+        b_total = tl.where(b_total == float("-inf"), 0.0, b_total)
     return b_top, b_total
 
 
 @triton.jit
-def pair_gradients(
+def weights(
     b_s,
-    b_dp,
     b_bias,
     b_top,
     b_total,
-    b_mean,
-    m_pair,
-    m_kept,
     BIAS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     LINEAR: tl.constexpr,
     FAST: tl.constexpr,
-    LEAST: tl.constexpr,
-    SHARE: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
-    """The weights after dropout, the gradient of the scores, and the soft cap's slope, of a tile either way around."""
+    """The weights of a tile either way around, before dropout and unmasked, and the soft cap's slope."""
     b_s, b_slope = bend(b_s, SCALE, CAP, LINEAR, FAST)
     if BIAS:
         b_p = tl.exp2(b_s + b_bias.to(tl.float32) * LOG2E - b_top - b_total)
@@ -62,16 +59,34 @@ def pair_gradients(
         b_p = tl.exp2(b_s * (SCALE * LOG2E) - b_top)
     else:
         b_p = tl.exp2(b_s - b_top)
+    return b_p, b_slope
+
+
+@triton.jit
+def score_gradients(
+    b_p, b_dp, b_mean, m_pair, m_kept, LEAST: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The gradient of the scores from the weights before dropout and the gradient of those after it."""
     if LEAST:
         b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
     b_ds = b_p * (b_dp - b_mean)
     if not WHOLE:
         # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
-        b_p = tl.where(m_pair, b_p, 0.0)
         b_ds = tl.where(m_pair, b_ds, 0.0)
-    if LEAST:
-        b_p = tl.where(m_kept, b_p * SHARE, 0.0)
-    return b_p, b_ds, b_slope
+    return b_ds
+
+
+@triton.jit
+def terms(b_shift, b_mean, dtype: tl.constexpr):
+    """Rows of `p_terms`, whose products with ones take shift and mean off the scores on their way."""
+    o_c = tl.arange(0, TERMS)[None, :]
+    b = tl.where(o_c < 3, b_shift[:, None], b_mean[:, None])
+    b_first = b.to(dtype)
+    b_rest = b - b_first.to(tl.float32)
+    b_second = b_rest.to(dtype)
+    b_third = (b_rest - b_second.to(tl.float32)).to(dtype)
+    b_term = tl.where(o_c % 3 == 0, b_first, tl.where(o_c % 3 == 1, b_second, b_third))
+    return tl.where(o_c < 6, b_term, 0.0)
 
 
 @triton.jit
@@ -98,6 +113,7 @@ def query_gradient(
     right,
     p_dq,
     p_mean,
+    p_terms,
     H: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -108,6 +124,7 @@ def query_gradient(
     BN: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
+    MIXED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -118,6 +135,7 @@ def query_gradient(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     LINEAR: tl.constexpr,
+    FOLDED: tl.constexpr,
     FAST: tl.constexpr,
     LEAST: tl.constexpr,
     SHARE: tl.constexpr,
@@ -158,6 +176,9 @@ def query_gradient(
         b_mean -= tl.load(p_dlse + o_row, mask=m_lse, other=0.0)
     tl.store(p_mean + o_row, b_mean, mask=m_i)
     b_top, b_total = load_stats(p_top, p_total, o_row, m_i, BIAS > 0)
+    if FOLDED:
+        b_terms = terms(b_top / (SCALE * LOG2E) if LINEAR else b_top, b_mean, p_terms.dtype.element_ty)
+        tl.store(p_terms + o_row[:, None] * TERMS + tl.arange(0, TERMS)[None, :], b_terms, mask=m_i[:, None])
     o_mask = o_token
     o_bias = o_token
     o_draw = o_token
@@ -170,10 +191,9 @@ def query_gradient(
 
     b_dq = tl.zeros([BM, BD], tl.float32)
     o_i = i_first + o_m + offset
-    PAIRS: tl.constexpr = (MASK > 0) or (BIAS > 0)
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, PAIRS):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, PAIRS)
+        if walked(STAGE, LEFT, MIXED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
             for i_k in range(i_from, i_to, BN):
                 WHOLE: tl.constexpr = STAGE == ALL
                 o_j = i_k + o_n
@@ -195,24 +215,10 @@ def query_gradient(
                     b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
                 if LEAST:
                     m_kept = kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST)
-                _, b_ds, b_slope = pair_gradients(
-                    b_s,
-                    b_dp,
-                    b_bias,
-                    b_top[:, None],
-                    b_total[:, None],
-                    b_mean[:, None],
-                    m_pair,
-                    m_kept,
-                    BIAS,
-                    SCALE,
-                    CAP,
-                    LINEAR,
-                    FAST,
-                    LEAST,
-                    SHARE,
-                    WHOLE,
+                b_p, b_slope = weights(
+                    b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST
                 )
+                b_ds = score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, WHOLE)
                 b_dq = tl.dot((b_ds * b_slope).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     p_tile = p_dq + (q_row * H + i_h) * D + o_m[:, None] * (H * D) + o_d[None, :]
     tl.store(p_tile, (b_dq * SCALE).to(p_dq.dtype.element_ty), mask=m_i[:, None] & (o_d[None, :] < D))
@@ -232,6 +238,7 @@ def key_gradients(
     p_top,
     p_total,
     p_mean,
+    p_terms,
     p_dout,
     S,
     L,
@@ -253,6 +260,7 @@ def key_gradients(
     PARTS: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
+    MIXED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -262,6 +270,7 @@ def key_gradients(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     LINEAR: tl.constexpr,
+    FOLDED: tl.constexpr,
     FAST: tl.constexpr,
     LEAST: tl.constexpr,
     SHARE: tl.constexpr,
@@ -293,15 +302,17 @@ def key_gradients(
     k_row = i_b.to(tl.int64) * L + k_at + i_first
     b_k = load_rows(p_k + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
     b_v = load_rows(p_v + i_kv * DV, k_row, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, False)
+    o_c = tl.arange(0, TERMS)
+    b_shifts = (tl.where(o_c < 3, -1.0, 0.0)[None, :] + tl.zeros([BN, 1], tl.float32)).to(b_k.dtype)
+    b_means = (tl.where((o_c >= 3) & (o_c < 6), -1.0, 0.0)[None, :] + tl.zeros([BN, 1], tl.float32)).to(b_k.dtype)
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BDV], tl.float32)
-    PAIRS: tl.constexpr = (MASK > 0) or (BIAS > 0)
     for i_g in range(G):
         i_h = (i_kv * PARTS + i_part) * G + i_g
         stats = (i_b * H + i_h).to(tl.int64) * S + q_at
         for STAGE in tl.static_range(3):
-            if walked(STAGE, RIGHT, PAIRS):
-                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, PAIRS)
+            if walked(STAGE, RIGHT, MIXED):
+                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
                 for i_q in range(i_from, i_to, BM):
                     WHOLE: tl.constexpr = STAGE == ALL
                     o_i = i_q + o_m
@@ -309,9 +320,24 @@ def key_gradients(
                     b_q = load_rows(p_q + i_h * D, q_row + i_q, o_m, m_i, o_d, H * D, D, BD != D, WHOLE)
                     b_do = load_rows(p_dout + i_h * DV, q_row + i_q, o_m, m_i, o_dv, H * DV, DV, BDV != DV, WHOLE)
                     b_do = b_do.to(b_v.dtype)
-                    b_top, b_total = load_stats(p_top, p_total, stats + o_i, m_i, BIAS > 0)
-                    b_mean = tl.load(p_mean + stats + o_i, mask=m_i, other=0.0)
-                    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+                    if FOLDED:
+                        b_terms = tl.trans(load_rows(p_terms, stats + i_q, o_m, m_i, o_c, TERMS, TERMS, False, WHOLE))
+                        b_mean = 0.0
+                    else:
+                        b_mean = tl.load(p_mean + stats + o_i, mask=m_i, other=0.0)[None, :]
+                    if FOLDED and LINEAR:
+                        b_s = tl.dot(b_k, tl.trans(b_q), tl.dot(b_shifts, b_terms))
+                        b_top = 0.0
+                        b_total = 0.0
+                    else:
+                        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+                        if FOLDED and not BIAS:
+                            b_top = -tl.dot(b_shifts, b_terms)
+                            b_total = 0.0
+                        else:
+                            b_top, b_total = load_stats(p_top, p_total, stats + o_i, m_i, BIAS > 0)
+                            b_top = b_top[None, :]
+                            b_total = b_total[None, :]
                     m_there = m_j[:, None] & m_i[None, :]
                     m_pair = m_there
                     m_kept = m_there
@@ -330,26 +356,18 @@ def key_gradients(
                     if LEAST:
                         o_draw = (stats + o_i).to(tl.uint32)[None, :]
                         m_kept = kept(p_words, o_draw, (k_at + o_j).to(tl.uint32)[:, None], LEAST)
-                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-                    b_p, b_ds, b_slope = pair_gradients(
-                        b_s,
-                        b_dp,
-                        b_bias,
-                        b_top[None, :],
-                        b_total[None, :],
-                        b_mean[None, :],
-                        m_pair,
-                        m_kept,
-                        BIAS,
-                        SCALE,
-                        CAP,
-                        LINEAR,
-                        FAST,
-                        LEAST,
-                        SHARE,
-                        WHOLE,
-                    )
-                    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                    b_p, b_slope = weights(b_s, b_bias, b_top, b_total, BIAS, SCALE, CAP, LINEAR, FAST)
+                    b_kept = b_p
+                    if not WHOLE:
+                        b_kept = tl.where(m_pair, b_kept, 0.0)
+                    if LEAST:
+                        b_kept = tl.where(m_kept, b_kept * SHARE, 0.0)
+                    b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                    if FOLDED:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), tl.dot(b_means, b_terms))
+                    else:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                    b_ds = score_gradients(b_p, b_dp, b_mean, m_pair, m_kept, LEAST, SHARE, WHOLE)
                     b_dk = tl.dot((b_ds * b_slope).to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     k_row = (i_part.to(tl.int64) * B * L + k_row) * HKV + i_kv
     p_tile = p_dk + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]

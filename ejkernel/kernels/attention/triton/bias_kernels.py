@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.backward_kernels import load_stats, pair_gradients
+from ejkernel.kernels.attention.triton.backward_kernels import load_stats, score_gradients, weights
 from ejkernel.kernels.attention.triton.tiles import KEYS, QUERIES, ROWS, kept, load_pairs, load_rows, pair_rows
 
 
@@ -59,18 +59,18 @@ def bias_gradient(
     i_q0 = 0
     i_b0 = 0
     n_tiles = H // BIAS_HEADS
-    if BIAS & KEYS:
+    if KEYS & BIAS:
         i_k0 = i_rest % n_k
         i_rest = i_rest // n_k
     else:
         n_tiles = n_tiles * n_k
-    if BIAS & QUERIES:
+    if QUERIES & BIAS:
         i_q0 = i_rest % n_q
         i_rest = i_rest // n_q
     else:
         n_tiles = n_tiles * n_q
     i_h0 = i_rest % BIAS_HEADS
-    if BIAS & ROWS:
+    if ROWS & BIAS:
         i_b0 = i_rest // BIAS_HEADS
     else:
         n_tiles = n_tiles * B
@@ -85,14 +85,14 @@ def bias_gradient(
         i_k = i_k0
         i_q = i_q0
         i_b = i_b0
-        if not (BIAS & KEYS):
+        if not (KEYS & BIAS):
             i_k = i_rest % n_k
             i_rest = i_rest // n_k
-        if not (BIAS & QUERIES):
+        if not (QUERIES & BIAS):
             i_q = i_rest % n_q
             i_rest = i_rest // n_q
         i_h = i_h0 * (H // BIAS_HEADS) + i_rest % (H // BIAS_HEADS)
-        if not (BIAS & ROWS):
+        if not (ROWS & BIAS):
             i_b = i_rest // (H // BIAS_HEADS)
         i_b = i_b + i_program * 0
         o_i = i_q * BM + o_m
@@ -129,48 +129,31 @@ def bias_gradient(
                 m_kept = kept(p_words, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], LEAST)
             o_bias = pair_rows(i_b, i_h, o_i, S, L, H, BIAS_HEADS, BIAS)
             b_bias = load_pairs(p_bias, o_bias[:, None], o_j[None, :], m_pair, BIAS)
-            _, b_ds, _ = pair_gradients(
-                b_s,
-                b_dp,
-                b_bias,
-                b_top[:, None],
-                b_total[:, None],
-                b_mean[:, None],
-                m_pair,
-                m_kept,
-                BIAS,
-                SCALE,
-                CAP,
-                LINEAR,
-                FAST,
-                LEAST,
-                SHARE,
-                False,
-            )
-            b_sum += b_ds
+            b_p, _ = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
+            b_sum += score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, False)
     o_i = i_q0 * BM + o_m
     o_j = i_k0 * BN + o_n
     m_i = o_i < S
     m_j = o_j < L
     n_rows = i_program * 0 + 1
-    if BIAS & ROWS:
+    if ROWS & BIAS:
         n_rows = n_rows * B
     # a part begins where the whole gradient's rows, heads, queries and keys before it end
     o_block = (i_part * n_rows + i_b0) * BIAS_HEADS + i_h0
     o_block = o_block.to(tl.int64)
-    if BIAS & QUERIES:
+    if QUERIES & BIAS:
         o_block = o_block * S
     else:
         b_sum = tl.sum(b_sum, 0)[None, :]
         o_i = tl.zeros([1], tl.int32)
         m_i = o_i == 0
-    if BIAS & KEYS:
+    if KEYS & BIAS:
         o_block = o_block * L
     else:
         b_sum = tl.sum(b_sum, 1)[:, None]
         o_j = tl.zeros([1], tl.int32)
         m_j = o_j == 0
     o_row = o_i.to(tl.int64)
-    if BIAS & KEYS:
+    if KEYS & BIAS:
         o_row = o_row * L
     tl.store(p_dbias + o_block + o_row[:, None] + o_j[None, :], b_sum, mask=m_i[:, None] & m_j[None, :])

@@ -150,6 +150,7 @@ def merge_parts(
     SINK_HEADS: tl.constexpr,
     BSINKS: tl.constexpr,
     SHARE: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Output, maximum and log-sum of one query of one head, from those over the parts of the keys."""
     i_row = tl.program_id(0).to(tl.int64)
@@ -169,7 +170,7 @@ def merge_parts(
     b_sum = tl.sum(b_sums * b_shrink[:, None], 0)
     o_one = tl.zeros([1], tl.float32)
     b_out, b_top, b_total = finish(
-        o_one + b_top, o_one + b_total, b_sum[None, :], p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE
+        o_one + b_top, o_one + b_total, b_sum[None, :], p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE, BIAS > 0
     )
     o_d = i_row * DV + o_dv[None, :]
     tl.store(p_out + o_d, b_out.to(p_out.dtype.element_ty), mask=o_dv[None, :] < DV)

@@ -17,9 +17,9 @@ def _kernels(name: str) -> Any:
 
 
 def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array]:
-    """The output `[B, S, H, Dv]`, and of the denominators the maximum and the log of the sum, both to base 2, `[B, H, S]`.
+    """The output `[B, S, H, Dv]`, and the log of the denominator to base 2 as the sum of two, `[B, H, S]`.
 
-    A maximum of 0 and a log of -inf stand for no denominator.
+    With a bias these are the maximum and the log of what is left; 0 and -inf stand for no denominator.
     """
     launcher = Launcher.of(call, plan, inputs)
     if plan.decoding_parts:

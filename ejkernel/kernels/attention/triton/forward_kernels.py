@@ -104,11 +104,11 @@ def absorb(
 
 
 @triton.jit
-def finish(b_top, b_total, b_sum, p_sinks, i_h, H: tl.constexpr, HEADS: tl.constexpr, SINKS: tl.constexpr, BSINKS: tl.constexpr, SHARE: tl.constexpr):
-    """The output, and maximum and log-sum apart from each other, once the keys are summed up: the sinks join in.
+def finish(b_top, b_total, b_sum, p_sinks, i_h, H: tl.constexpr, HEADS: tl.constexpr, SINKS: tl.constexpr, BSINKS: tl.constexpr, SHARE: tl.constexpr, APART: tl.constexpr):
+    """The output, and the log of the denominator as a sum of two, once the keys are summed up: the sinks join in.
 
-    Apart, because of a large maximum the sum would be lost in rounding. Where there is nothing to sum they are 0 and
-    -inf.
+    APART these are the maximum and the log of what is left, of which a large maximum would leave nothing in one number;
+    else all is in the first. Where there is nothing to sum they are 0 and -inf.
     """
     b_dead = b_total == 0
     if SINKS:
@@ -122,8 +122,12 @@ def finish(b_top, b_total, b_sum, p_sinks, i_h, H: tl.constexpr, HEADS: tl.const
         b_sum = b_sum * b_shrink[:, None]
         b_top = b_new
     b_out = tl.where(b_dead[:, None], 0.0, b_sum * (SHARE / tl.where(b_dead, 1.0, b_total))[:, None])
-    b_top = tl.where(b_total == 0, 0.0, b_top)
-    return b_out, b_top, tl.where(b_total == 0, float("-inf"), tl.log2(b_total))
+    b_empty = b_total == 0
+    b_log = tl.log2(tl.where(b_empty, 1.0, b_total))
+    if not APART:
+        b_top += b_log
+        b_log = tl.zeros_like(b_log)
+    return b_out, tl.where(b_empty, 0.0, b_top), tl.where(b_empty, float("-inf"), b_log)
 
 
 @triton.jit
@@ -157,6 +161,7 @@ def forward(
     BN: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
+    MIXED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -209,10 +214,9 @@ def forward(
     b_total = tl.zeros([BM], tl.float32)
     b_sum = tl.zeros([BM, BDV], tl.float32)
     o_i = i_first + o_m + offset
-    PAIRS: tl.constexpr = (MASK > 0) or (BIAS > 0)
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, PAIRS):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, PAIRS)
+        if walked(STAGE, LEFT, MIXED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
             b_top, b_total, b_sum = absorb(
                 b_top,
                 b_total,
@@ -254,7 +258,7 @@ def forward(
                 PRECISION,
                 STAGE == ALL,
             )
-    b_out, b_top, b_total = finish(b_top, b_total, b_sum, p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE)
+    b_out, b_top, b_total = finish(b_top, b_total, b_sum, p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE, BIAS > 0)
     m_out = m_i[:, None] & (o_dv[None, :] < DV)
     p_tile = p_out + (q_row * H + i_h) * DV + o_m[:, None] * (H * DV) + o_dv[None, :]
     tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_out)

@@ -138,12 +138,14 @@ class Plan:
         fast_tanh: Whether the soft cap takes the GPU's own instruction, as exact as bfloat16 can tell.
         decoding_parts: How many parts of the keys are attended to side by side; 0 if the call is not decoded.
         head_parts: In how many parts the query heads of a key head give it their gradients.
+        mixed: Whether tiles that need no mask are walked along with those that do: two short walks take longer than one.
     """
 
     config: Config
     fast_tanh: bool
     decoding_parts: int
     head_parts: int
+    mixed: bool
 
     @staticmethod
     def of(call: Call) -> "Plan":
@@ -160,7 +162,8 @@ class Plan:
             or each == call.groups
         )
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
-        return Plan(config, fast, parts, head_parts)
+        mixed = False
+        return Plan(config, fast, parts, head_parts, mixed)
 
 
 def operand_dtype(call: Call) -> np.dtype:

@@ -110,15 +110,15 @@ def in_sight(i_first, i_last, n_others, offset, left, right, STEP: tl.constexpr,
 
 
 @triton.constexpr_function
-def walked(stage, first_edge, pairs):
-    """Whether a stage of the walk is there at all; with a mask or a bias everything is edge."""
-    return stage == LAST or (not pairs and (stage == ALL or first_edge))
+def walked(stage, first_edge, mixed):
+    """Whether a stage of the walk is there at all; where stages are mixed, all of the way is edge."""
+    return stage == LAST or (not mixed and (stage == ALL or first_edge))
 
 
 @triton.jit
-def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, PAIRS: tl.constexpr):
+def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, MIXED: tl.constexpr):
     """From where to where a stage of the walk goes."""
-    if PAIRS:
+    if MIXED:
         return start, high
     elif STAGE == LAST:
         return all_stop, high
@@ -157,11 +157,11 @@ def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, 
 def pair_rows(i_b, i_h, o_token, S, L, H: tl.constexpr, HEADS: tl.constexpr, LAYOUT: tl.constexpr):
     """Where the rows of a mask or a bias begin that belong to these queries."""
     o_row = (i_h * HEADS // H + o_token * 0).to(tl.int64)
-    if LAYOUT & ROWS:
+    if ROWS & LAYOUT:
         o_row += i_b.to(tl.int64) * HEADS
-    if LAYOUT & QUERIES:
+    if QUERIES & LAYOUT:
         o_row = o_row * S + o_token
-    if LAYOUT & KEYS:
+    if KEYS & LAYOUT:
         o_row = o_row * L
     return o_row
 
@@ -169,7 +169,7 @@ def pair_rows(i_b, i_h, o_token, S, L, H: tl.constexpr, HEADS: tl.constexpr, LAY
 @triton.jit
 def load_pairs(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
     """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens."""
-    if LAYOUT & KEYS:
+    if KEYS & LAYOUT:
         o_row = o_row + o_token
     else:
         o_row = o_row + o_token * 0
