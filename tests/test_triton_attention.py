@@ -27,7 +27,7 @@ if _launch.capability() is not None:
 from triton_interpreter import interpreted
 
 # the smallest tiles that dots take, so that a few dozen tokens are several blocks
-SMALL = Config(*[Tile(16, 16, 4, 1)] * 5, fill=16)
+SMALL = Config(*[Tile(16, 16, 4, 1)] * 5)
 # one tile would hold all of these, and the one above has already seen what they differ in
 SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
@@ -37,6 +37,7 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
 def interpreter(monkeypatch):
     monkeypatch.setattr(plan, "configure", lambda *_: SMALL)
     monkeypatch.setattr(plan, "FEW_ROWS", 0)
+    monkeypatch.setattr(plan, "FILL", 16)
     chosen = Implementation("triton", None, triton.supports, triton.run)
     other = Implementation("xla", None, xla.supports, xla.run)
     monkeypatch.setattr(sys.modules["ejkernel.attention"], "FLASH_ATTENTION", (chosen, other))
@@ -115,6 +116,18 @@ def test_dropout_drops_what_xla_drops(key, decoded, monkeypatch):
         assert_close(one, other, 1e-5)
 
 
+def test_dropout_in_half_precision():
+    case = Case("", queries=40, keys=50, **GROUPED, options={"causal": True})
+    drop = {"deterministic": False, "dropout_prob": 0.4, "dropout_rng": jax.random.key(7)}
+    arrays = case.arrays(jnp.bfloat16)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(jnp.bfloat16)
+    mine, right = (
+        with_gradients(flash(case, **drop, platform=platform), arrays, cotangent) for platform in ("triton", "xla")
+    )
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, TOLERANCE["bfloat16"])
+
+
 def test_sequences_do_not_touch():
     """A NaN in one packed sequence changes no bit of another, forward and backward; padding has no effect at all."""
     case = Case("", batch=1, queries=64, keys=64, **GROUPED, options={"cu_seqlens": [0, 20, 41, 60], "causal": True})
@@ -171,13 +184,13 @@ def test_keys_past_the_last_query_have_no_effect_even_if_they_are_nan():
 
 
 def test_mixed_dtypes():
+    """Products are as exact as the widest of their operands."""
     arrays = CASES[0].arrays(np.float32)
-    arrays["key"] = arrays["key"].astype(jnp.bfloat16)
-    cotangent = np.ones(arrays["query"].shape, np.float32)
-    mine, right = (with_gradients(flash(CASES[0], platform=each), arrays, cotangent) for each in ("triton", "xla"))
-    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
-        assert one.dtype == other.dtype
-        assert_close(one, other, 1e-5)
+    rounded = {**arrays, "key": arrays["key"].astype(jnp.bfloat16)}
+    exact = {**arrays, "key": rounded["key"].astype(np.float32)}
+    mine, gradients = with_gradients(flash(CASES[0]), rounded, np.ones(arrays["query"].shape, np.float32))
+    assert_close(mine, expected(CASES[0])(**exact)[0], 1e-6)
+    assert {name: each.dtype for name, each in gradients.items()} == {name: x.dtype for name, x in rounded.items()}
 
 
 def test_gradient_of_gradient():
@@ -295,10 +308,10 @@ def test_supports_says_why(arguments, reason, x64):
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("wide", [False, True])
-def test_configurations_are_whole(monkeypatch, capability, dim, wide):
+@pytest.mark.parametrize("wide, short", [(False, False), (False, True), (True, True)])
+def test_configurations_are_whole(monkeypatch, capability, dim, wide, short):
     monkeypatch.undo()
-    config = plan.configure(capability, wide, dim)
+    config = plan.configure(capability, wide, 2 * dim, short)
     for tile in (config.forward, config.query, config.key, config.bias, config.decoding):
         assert all(each & (each - 1) == 0 for each in (tile.queries, tile.keys, tile.warps))
         assert min(tile.queries, tile.keys) >= 16

@@ -9,7 +9,7 @@ from jax import Array
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.launcher import Launcher
-from ejkernel.kernels.attention.triton.plan import Plan
+from ejkernel.kernels.attention.triton.plan import FILL, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
 
@@ -92,7 +92,7 @@ def _bias(launcher: Launcher, rows: tuple[Array, Array, Array], d_output: Array)
     start, stop = (each.astype(jnp.int32) for each in seen_keys(call, *launcher.borders, offset))
     n_rows, heads, queries, keys = inputs.bias.shape
     programs = n_rows * heads * cdiv(queries, tile.queries) * cdiv(keys, tile.keys)
-    parts = cdiv(launcher.plan.config.fill, 4 * programs)
+    parts = cdiv(FILL, programs)
     (found,) = launcher.launch(
         _kernels("bias").bias_gradient,
         *launcher.tokens,

@@ -14,6 +14,7 @@ from ejkernel.kernels.attention.triton.tiles import (
     bend,
     in_sight,
     kept,
+    load_bias,
     load_pairs,
     load_rows,
     locate,
@@ -54,7 +55,7 @@ def weights(
     """The weights of a tile either way around, before dropout and unmasked, and the soft cap's slope."""
     b_s, b_slope = bend(b_s, SCALE, CAP, LINEAR, FAST)
     if BIAS:
-        b_p = tl.exp2(b_s + b_bias.to(tl.float32) * LOG2E - b_top - b_total)
+        b_p = tl.exp2(b_s + b_bias - b_top - b_total)
     elif LINEAR:
         b_p = tl.exp2(b_s * (SCALE * LOG2E) - b_top)
     else:
@@ -207,7 +208,7 @@ def query_gradient(
                 m_kept = m_there
                 b_bias = 0.0
                 if BIAS:
-                    b_bias = load_pairs(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
+                    b_bias = load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
                 if not WHOLE:
                     m_pair = m_there & sees(o_i[:, None], o_j[None, :], left, right, LEFT, RIGHT)
                 if MASK:
@@ -344,7 +345,7 @@ def key_gradients(
                     b_bias = 0.0
                     if BIAS:
                         o_bias = pair_rows(i_b, i_h, q_at + o_i, S, L, H, BIAS_HEADS, BIAS)
-                        b_bias = load_pairs(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
+                        b_bias = load_bias(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
                     if not WHOLE:
                         m_pair = m_there & sees(offset + o_i[None, :], o_j[:, None], left, right, LEFT, RIGHT)
                     if MASK:

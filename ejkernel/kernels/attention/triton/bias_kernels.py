@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.attention.triton.backward_kernels import load_stats, score_gradients, weights
-from ejkernel.kernels.attention.triton.tiles import KEYS, QUERIES, ROWS, kept, load_pairs, load_rows, pair_rows
+from ejkernel.kernels.attention.triton.tiles import KEYS, QUERIES, ROWS, kept, load_bias, load_pairs, load_rows, pair_rows
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def bias_gradient(
             if LEAST:
                 m_kept = kept(p_words, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], LEAST)
             o_bias = pair_rows(i_b, i_h, o_i, S, L, H, BIAS_HEADS, BIAS)
-            b_bias = load_pairs(p_bias, o_bias[:, None], o_j[None, :], m_pair, BIAS)
+            b_bias = load_bias(p_bias, o_bias[:, None], o_j[None, :], m_pair, BIAS)
             b_p, _ = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
             b_sum += score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, False)
     o_i = i_q0 * BM + o_m

@@ -11,6 +11,7 @@ from ejkernel.kernels.attention.triton.tiles import (
     bend,
     in_sight,
     kept,
+    load_bias,
     load_pairs,
     load_rows,
     locate,
@@ -79,7 +80,7 @@ def absorb(
         b_s, _ = bend(b_s, SCALE, CAP, LINEAR, FAST)
         m_there = m_i[:, None] & m_j[None, :]
         if BIAS:
-            b_s += load_pairs(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS).to(tl.float32) * LOG2E
+            b_s += load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
         if not WHOLE:
             m_pair = m_j[None, :] & sees(o_i[:, None], o_j[None, :], left, right, LEFT, RIGHT)
             if MASK:

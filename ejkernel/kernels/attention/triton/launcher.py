@@ -92,8 +92,8 @@ class Launcher:
             "BN": tile.keys,
             "PACKED": call.sequences is not None,
             "OFFSETS": 0 if offset is None else min(offset.shape[0], 2),
-            # a mask or a bias makes every tile an edge; few tiles are walked faster at one go
-            "MIXED": self.plan.mixed or bool(mask or bias),
+            # a mask or a bias makes every tile an edge
+            "MIXED": bool(mask or bias),
             "LEFT": call.left is not None,
             "RIGHT": call.right is not None,
             "MASK": mask,

@@ -31,7 +31,6 @@ class Config:
         key: The pass that gives the key's and the value's gradient.
         bias: The pass that gives the bias' gradient.
         decoding: Few queries against many keys; its rows are a group's queries, however many they are.
-        fill: Programs that occupy the chip; with fewer, work is cut further where it can be.
     """
 
     forward: Tile
@@ -39,89 +38,68 @@ class Config:
     key: Tile
     bias: Tile
     decoding: Tile
-    fill: int
 
 
-# by shared memory a program may use, and by the larger of the padded head dims
+# By shared memory a program may use, and by the padded dims of a key and a value together.
 _HALF = {
     LARGE: {
-        64: Config(
-            Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 3), 528
-        ),
-        128: Config(
-            Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 64, 4, 3), 528
-        ),
+        128: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)),
         256: Config(
-            Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), 528
+            Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
         ),
+        384: Config(
+            Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
+        ),
+        512: Config(Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
     },
     MEDIUM: {
-        64: Config(
-            Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 3), 432
-        ),
-        128: Config(
-            Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), 432
-        ),
-        256: Config(
-            Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2), 432
-        ),
+        128: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 3)),
+        256: Config(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+        512: Config(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
     },
     SMALL: {
-        64: Config(
-            Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), 512
-        ),
-        128: Config(
-            Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2), 512
-        ),
-        256: Config(
-            Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), 512
-        ),
+        128: Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+        256: Config(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
+        512: Config(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     },
 }
 _FULL = {  # float32, whose products take three passes and twice the memory
     LARGE: {
-        64: Config(
-            Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 64, 4, 2), 528
-        ),
-        128: Config(
-            Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2), 528
-        ),
-        256: Config(
-            Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), 528
-        ),
+        128: Config(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 64, 4, 2)),
+        256: Config(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
+        512: Config(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     },
     MEDIUM: {
-        64: Config(
-            Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2), 432
-        ),
-        128: Config(
-            Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), 432
-        ),
-        256: Config(
-            Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 432
-        ),
+        128: Config(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
+        256: Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        512: Config(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     },
     SMALL: {
-        64: Config(
-            Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), 512
-        ),
-        128: Config(
-            Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 512
-        ),
-        256: Config(
-            Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 512
-        ),
+        128: Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        256: Config(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        512: Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     },
 }
+# Two small programs a multiprocessor, one of which computes while the other waits: faster where walks are short, or
+# where there is more to do to a score.
+_SHORT = {
+    (LARGE, 256): Config(
+        Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
+    ),
+}
+# Programs that occupy the chip; with fewer, work is cut further where it can be.
+FILL = 264
 # A group's queries up to this many are decoded: their keys are cut in parts, of which there are at most so many.
 FEW_ROWS = 64
 MOST_PARTS = 64
 
 
-def configure(capability: int, wide: bool, largest_dim: int) -> Config:
-    """The configuration for a GPU's compute capability, the operands' width and the larger of D and Dv."""
-    table = (_FULL if wide else _HALF)[MEMORY.get(capability, SMALL)]
-    return table[next(dim for dim in table if largest_dim <= dim)]
+def configure(capability: int, wide: bool, dims: int, short: bool) -> Config:
+    """The configuration for a GPU's compute capability, the operands' width, their padded dims, and short walks."""
+    memory = MEMORY.get(capability, SMALL)
+    table = (_FULL if wide else _HALF)[memory]
+    size = next(each for each in table if dims <= each)
+    return _SHORT.get((memory, size), table[size]) if short and not wide else table[size]
 
 
 def power(dim: int, least: int = 16) -> int:
@@ -138,32 +116,27 @@ class Plan:
         fast_tanh: Whether the soft cap takes the GPU's own instruction, as exact as bfloat16 can tell.
         decoding_parts: How many parts of the keys are attended to side by side; 0 if the call is not decoded.
         head_parts: In how many parts the query heads of a key head give it their gradients.
-        mixed: Whether tiles that need no mask are walked along with those that do: two short walks take longer than one.
     """
 
     config: Config
     fast_tanh: bool
     decoding_parts: int
     head_parts: int
-    mixed: bool
 
     @staticmethod
     def of(call: Call) -> "Plan":
         capability = _launch.capability()
         wide = operand_dtype(call) == np.float32
-        config = configure(capability or 90, wide, max(call.key_dim, call.value_dim))
+        short = call.sequences is not None or call.left is not None or call.soft_cap is not None
+        config = configure(capability or 90, wide, power(call.key_dim) + power(call.value_dim), short)
         rows = call.batch * call.kv_heads
         parts = 0
         if call.sequences is None and call.queries * call.groups <= FEW_ROWS:
-            parts = max(1, min(config.fill // rows, cdiv(call.keys, config.decoding.keys), MOST_PARTS))
+            parts = max(1, min(FILL // rows, cdiv(call.keys, config.decoding.keys), MOST_PARTS))
         programs = rows * cdiv(call.keys, config.key.keys)
-        head_parts = next(
-            each for each in range(1, call.groups + 1) if call.groups % each == 0 and programs * each >= config.fill // 4
-            or each == call.groups
-        )
+        enough = (each for each in range(1, call.groups) if call.groups % each == 0 and programs * each >= FILL // 2)
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
-        mixed = False
-        return Plan(config, fast, parts, head_parts, mixed)
+        return Plan(config, fast, parts, next(enough, call.groups))
 
 
 def operand_dtype(call: Call) -> np.dtype:

@@ -60,6 +60,8 @@ def locate(
 ):
     """Row, first position of the block, where its sequence begins and how long it is on both sides, and its offset."""
     if PACKED:
+        if BACKWARDS:
+            i_block = (L if OF_KEYS else S) // BLOCK + N - i_block
         i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, n_steps, BLOCK)
         i_next = tl.minimum(i_n + 1, N)
         q_at = tl.load(p_cu + i_n)
@@ -174,6 +176,14 @@ def load_pairs(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
     else:
         o_row = o_row + o_token * 0
     return tl.load(p + o_row, mask=m_pair, other=0)
+
+
+@triton.jit
+def load_bias(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
+    """A tile of the bias in units of log 2; what would not be finite there although it is, is as large as it can be."""
+    b = load_pairs(p, o_row, o_token, m_pair, LAYOUT).to(tl.float32)
+    b_cut = tl.minimum(tl.maximum(b, -(2.0**126)), 2.0**126) * LOG2E
+    return tl.where(tl.abs(b) < float("inf"), b_cut, b)
 
 
 @triton.jit
