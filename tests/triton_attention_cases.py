@@ -1,5 +1,7 @@
 """Calls of softmax attention for its Triton kernels: long enough for several tiles, on the CPU and on a GPU."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import oracle
@@ -78,3 +80,90 @@ def with_gradients(function, arrays, cotangent):
     moving = {name: each for name, each in arrays.items() if name not in fixed}
     results, pull = jax.vjp(lambda moving: function(**moving, **fixed), moving)
     return results, pull(cotangent)[0]
+
+
+def exact(case, arrays, d_output, d_lse):
+    """Output, log-sum-exp and gradients by name, in float64, with all weights at once."""
+    f64 = {name: np.asarray(each, bool if each.dtype == bool else np.float64) for name, each in arrays.items()}
+    query, key, value = (f64[name] for name in ("query", "key", "value"))
+    (batch, queries, heads, dim), (keys, kv_heads) = query.shape, key.shape[1:3]
+    options = case.options
+    key, value = (np.repeat(each, heads // kv_heads, 2) for each in (key, value))
+    scale, cap = options.get("softmax_scale") or dim**-0.5, options.get("logits_soft_cap")
+    scores, slope = np.einsum("bihd,bjhd->bhij", query, key) * scale, 1.0
+    if cap:
+        slope = 1 - np.tanh(scores / cap) ** 2
+        scores = cap * np.tanh(scores / cap)
+
+    def by_head(x, axis):
+        return np.repeat(x, heads // x.shape[axis], axis)
+
+    allowed = _in_sight(case, batch, queries, keys)[:, None]
+    if "attention_mask" in f64:
+        allowed = allowed & by_head(f64["attention_mask"], 1)
+    if "bias" in f64:
+        scores = scores + by_head(f64["bias"], 1)
+    scores = np.where(allowed, scores, -np.inf)
+    sinks = by_head(np.atleast_2d(f64.get("softmax_aux", np.zeros((1, 0)))), 0)
+    logits = np.broadcast_to(sinks[None, :, None], (batch, heads, queries, sinks.shape[1]))
+    logits = np.concatenate([scores, logits], -1)
+    top = np.maximum(logits.max(-1, initial=-1e300, keepdims=True), -1e300)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    lse[..., options.get("cu_seqlens", [queries])[-1] :] = -np.inf
+    weights = np.exp(scores - np.where(lse == -np.inf, 0, lse)[..., None])
+    output = np.einsum("bhij,bjhd->bihd", weights, value)
+    d_output = np.asarray(d_output, np.float64)
+    mean = np.einsum("bihd,bihd->bhi", d_output, output) - np.swapaxes(np.asarray(d_lse, np.float64), 1, 2)
+    mean[..., options.get("cu_seqlens", [queries])[-1] :] = 0
+    d_scores = weights * (np.einsum("bihd,bjhd->bhij", d_output, value) - mean[..., None])
+    found = {"query": np.einsum("bhij,bjhd->bihd", d_scores * slope, key) * scale}
+    found["key"] = np.einsum("bhij,bihd->bjhd", d_scores * slope, query) * scale
+    found["value"] = np.einsum("bhij,bihd->bjhd", weights, d_output)
+    if "bias" in f64:
+        found["bias"] = _summed(d_scores, 1, f64["bias"].shape)
+    if "softmax_aux" in f64:
+        share = -np.exp(sinks[None, :, None] - np.where(lse == -np.inf, np.inf, lse)[..., None]) * mean[..., None]
+        found["softmax_aux"] = _summed(share.sum((0, 2)), 0, (f64["softmax_aux"].shape[:-1] or (1,)) + sinks.shape[1:])
+    found = {name: _summed(each, 2, f64[name].shape) if name in ("key", "value") else each for name, each in found.items()}
+    return output, lse.swapaxes(1, 2), {name: each.reshape(f64[name].shape) for name, each in found.items()}
+
+
+def _in_sight(case, batch, queries, keys):
+    """Which pairs position allows, `[B, S, L]`."""
+    options = case.options
+    cu, cu_kv = options.get("cu_seqlens"), options.get("cu_seqlens_kv") or options.get("cu_seqlens")
+    window = options.get("sliding_window")
+    left, right = (keys + queries,) * 2 if window is None else window if isinstance(window, tuple) else (window,) * 2
+    spans = [(row, 0, queries, 0, keys) for row in range(batch)]
+    if cu is not None:
+        spans = [(0, *cu[n : n + 2], *cu_kv[n : n + 2]) for n in range(len(cu) - 1)]
+    allowed = np.zeros((batch, queries, keys), bool)
+    offsets = np.broadcast_to(options.get("query_offset", 0), len(spans))
+    for (row, i, i_end, j, j_end), offset in zip(spans, offsets, strict=True):
+        distance = np.arange(j_end - j) - np.arange(i_end - i)[:, None] - offset
+        seen = (distance >= -left) & (distance <= (0 if options.get("causal") else right))
+        allowed[row, i:i_end, j:j_end] = seen if window is not None or options.get("causal") else True
+    return allowed
+
+
+def _summed(x, heads_axis, shape):
+    """`x` summed over what `shape` has fewer of: heads by group, and axes of 1."""
+    x = x.reshape(*x.shape[:heads_axis], shape[heads_axis], -1, *x.shape[heads_axis + 1 :]).sum(heads_axis + 1)
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(axes, keepdims=True)
+
+
+def scaled(case, times, **dims):
+    """`case` with so many times the tokens."""
+
+    def longer(each):
+        if isinstance(each, bool | float):
+            return each
+        return [x * times for x in each] if isinstance(each, list) else tuple(x * times for x in each) if isinstance(
+            each, tuple
+        ) else each * times
+
+    options = {name: longer(each) for name, each in case.options.items()}
+    queries = case.queries if case in FEW else case.queries * times
+    return replace(case, queries=queries, keys=case.keys * times, options=options, **dims)

@@ -55,12 +55,13 @@ def weights(
     """The weights of a tile either way around, before dropout and unmasked, and the soft cap's slope."""
     b_s, b_slope = bend(b_s, SCALE, CAP, LINEAR, FAST)
     if BIAS:
-        b_p = tl.exp2(b_s + b_bias - b_top - b_total)
+        b_s = b_s + b_bias - b_top - b_total
     elif LINEAR:
-        b_p = tl.exp2(b_s * (SCALE * LOG2E) - b_top)
+        b_s = b_s * (SCALE * LOG2E) - b_top
     else:
-        b_p = tl.exp2(b_s - b_top)
-    return b_p, b_slope
+        b_s = b_s - b_top
+    # no weight is above 1, however large a score was rounded another way than in the forward pass
+    return tl.exp2(tl.minimum(b_s, 0.0, propagate_nan=tl.PropagateNan.ALL)), b_slope
 
 
 @triton.jit
@@ -133,6 +134,7 @@ def query_gradient(
     BIAS: tl.constexpr,
     BIAS_HEADS: tl.constexpr,
     DLSE: tl.constexpr,
+    SINKS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -174,8 +176,8 @@ def query_gradient(
         m_lse = m_i
         if PACKED:
             m_lse = m_i & (o_token < tl.load(p_cu + N))
-        b_mean -= tl.load(p_dlse + o_row, mask=m_lse, other=0.0)
-    tl.store(p_mean + o_row, b_mean, mask=m_i)
+        b_dlse = tl.load(p_dlse + o_row, mask=m_lse, other=0.0)
+        b_mean -= b_dlse
     b_top, b_total = load_stats(p_top, p_total, o_row, m_i, BIAS > 0)
     if FOLDED:
         b_terms = terms(b_top / (SCALE * LOG2E) if LINEAR else b_top, b_mean, p_terms.dtype.element_ty)
@@ -191,6 +193,7 @@ def query_gradient(
         o_draw = o_row.to(tl.uint32)
 
     b_dq = tl.zeros([BM, BD], tl.float32)
+    b_flow = tl.zeros([BM], tl.float32)
     o_i = i_first + o_m + offset
     for STAGE in tl.static_range(3):
         if walked(STAGE, LEFT, MIXED):
@@ -220,7 +223,15 @@ def query_gradient(
                     b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST
                 )
                 b_ds = score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, WHOLE)
+                if SINKS:
+                    b_flow += tl.sum(b_ds + tl.where(m_pair, b_p * b_mean[:, None], 0.0), 1)
                 b_dq = tl.dot((b_ds * b_slope).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    if SINKS:
+        # the output was rounded, and what sinks get is a sum over all rows in which little else is left
+        b_mean = b_flow
+        if DLSE:
+            b_mean -= b_dlse
+    tl.store(p_mean + o_row, b_mean, mask=m_i)
     p_tile = p_dq + (q_row * H + i_h) * D + o_m[:, None] * (H * D) + o_d[None, :]
     tl.store(p_tile, (b_dq * SCALE).to(p_dq.dtype.element_ty), mask=m_i[:, None] & (o_d[None, :] < D))
 

@@ -60,8 +60,6 @@ def locate(
 ):
     """Row, first position of the block, where its sequence begins and how long it is on both sides, and its offset."""
     if PACKED:
-        if BACKWARDS:
-            i_block = (L if OF_KEYS else S) // BLOCK + N - i_block
         i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, n_steps, BLOCK)
         i_next = tl.minimum(i_n + 1, N)
         q_at = tl.load(p_cu + i_n)

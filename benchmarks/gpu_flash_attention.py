@@ -1,0 +1,281 @@
+r"""Softmax attention on one NVIDIA GPU: the Triton kernels beside cuDNN and PyTorch's compiled `flex_attention`.
+
+python -m benchmarks.gpu_flash_attention --json benchmarks/results/flash_attention_h200.json [--flex] [row ...]
+
+Times are milliseconds of a call, forward and with backward, on rotating inputs. The first row and key head of each
+result are checked against float32.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.gpu_linear_recurrence import clock, copy_bandwidth
+from ejkernel._dispatch import PlatformError
+from ejkernel.attention import flash_attention
+
+DIRECTIONS = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One line of the table; `bars` are the times asked for on one H200, forward and with backward."""
+
+    name: str
+    B: int = 4
+    S: int = 4096
+    L: int = 0
+    H: int = 16
+    Hkv: int = 0
+    D: int = 128
+    Dv: int = 0
+    dtype: str = "bfloat16"
+    lengths: tuple[int, ...] = ()
+    sinks: int = 0
+    bias: bool = False
+    mask: bool = False
+    options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
+    bars: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def decodes(self) -> bool:
+        return self.S == 1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key, value and output."""
+        keys, kv_heads, value_dim = self.L or self.S, self.Hkv or self.H, self.Dv or self.D
+        return (
+            (self.B, self.S, self.H, self.D),
+            (self.B, keys, kv_heads, self.D),
+            (self.B, keys, kv_heads, value_dim),
+            (self.B, self.S, self.H, value_dim),
+        )
+
+
+def ragged(count: int, total: int) -> tuple[int, ...]:
+    """Lengths drawn evenly from nothing to twice their mean, that add up to `total`."""
+    parts = np.random.default_rng(0).uniform(size=count) + 0.002
+    return tuple(np.diff(np.round(np.cumsum([0, *parts]) / parts.sum() * total).astype(int)).tolist())
+
+
+CAUSAL = Work("causal", bars=(0.70, 2.6))
+STREAM = Work("packed", B=1, S=16384, lengths=(512,) * 32, bars=(0.17, 0.60))
+DECODE = Work("one query, 32768 keys, 8 rows", B=8, S=1, L=32768, H=32, Hkv=8, bars=(0.33, None))
+WORKS = [
+    CAUSAL,
+    replace(CAUSAL, name="soft cap", options={"causal": True, "logits_soft_cap": 50.0}, bars=(0.90, 3.2)),
+    replace(CAUSAL, name="sinks", sinks=1, bars=(0.72, 2.7)),
+    STREAM,
+    replace(STREAM, name="packed, ragged", lengths=ragged(32, 16384), bars=(0.21, 0.78)),
+    Work("D192 Dv128", B=2, D=192, Dv=128, bars=(0.55, 2.8)),
+    replace(CAUSAL, name="window", options={"causal": True, "sliding_window": 1024}, bars=(0.36, 1.3)),
+    DECODE,
+    replace(DECODE, name="one query, 4096 keys", B=4, L=4096, H=16, Hkv=16, bars=(0.045, None)),
+    replace(DECODE, name="one query, 32768 keys", B=1, bars=(0.06, None)),
+    replace(CAUSAL, name="full", options={}, bars=(None, None)),
+    replace(CAUSAL, name="grouped", H=32, Hkv=8, bars=(None, None)),
+    replace(CAUSAL, name="D64", D=64, bars=(None, None)),
+    replace(CAUSAL, name="D256", B=2, D=256, bars=(None, None)),
+    replace(CAUSAL, name="mask", mask=True, options={}, bars=(None, None)),
+    replace(CAUSAL, name="bias", B=2, bias=True, bars=(None, None)),
+    replace(
+        CAUSAL,
+        name="dropout",
+        options={"causal": True, "deterministic": False, "dropout_prob": 0.1},
+        bars=(None, None),
+    ),
+    replace(CAUSAL, name="float32", B=1, dtype="float32", bars=(None, None)),
+]
+
+
+def inputs(work: Work, seed: int) -> dict[str, Any]:
+    """The array arguments, and the output's cotangent."""
+    keys = jax.random.split(jax.random.key(seed), 7)
+    normal = [
+        jax.random.normal(key, shape, jnp.float32).astype(work.dtype)
+        for key, shape in zip(keys[:4], work.shapes, strict=True)
+    ]
+    found: dict[str, Any] = dict(zip(("query", "key", "value", "d_output"), normal, strict=True))
+    tokens = work.L or work.S
+    if work.lengths:
+        found["cu_seqlens"] = jnp.asarray(np.cumsum([0, *work.lengths]), jnp.int32)
+    if work.decodes:
+        found["query_offset"] = jnp.full((work.B,), tokens - 1, jnp.int32)
+    if work.sinks:
+        found["softmax_aux"] = jax.random.normal(keys[4], (work.H, work.sinks)).astype(work.dtype)
+    if work.bias:
+        found["bias"] = jax.random.normal(keys[5], (1, work.H, work.S, tokens)).astype(work.dtype)
+    if work.mask:
+        found["attention_mask"] = jax.random.bernoulli(keys[6], 0.8, (work.B, 1, work.S, tokens))
+    if not work.options.get("deterministic", True):
+        found["dropout_rng"] = keys[6]
+    return found
+
+
+def program(work: Work, direction: str, platform: str) -> Callable[..., Any]:
+    """The call, or its output and gradients."""
+
+    def forward(arrays: dict[str, Any]) -> Array:
+        arrays = {name: each for name, each in arrays.items() if name != "d_output"}
+        return flash_attention(**arrays, **work.options, dtype=None, platform=platform)
+
+    def both(arrays: dict[str, Any]) -> Any:
+        names = [name for name in ("query", "key", "value", "softmax_aux", "bias") if name in arrays]
+        moving = {name: arrays[name] for name in names}
+        output, pull = jax.vjp(lambda moving: forward({**arrays, **moving}), moving)
+        return output, pull(arrays["d_output"])[0]
+
+    return forward if direction == "forward" else both
+
+
+def largest_error(work: Work, direction: str, platform: str, arrays: dict[str, Any]) -> float:
+    """Of the first row and key head, relative to float32 on XLA: the largest norm of an error."""
+    groups = work.H // (work.Hkv or work.H)
+
+    def cut(name: str, x: Any) -> Any:
+        if name in ("cu_seqlens", "dropout_rng"):
+            return x
+        x = x[:1] if name not in ("softmax_aux",) else x[:groups]
+        heads = {"query": groups, "d_output": groups, "output": groups, "key": 1, "value": 1}.get(name)
+        x = x if heads is None else x[:, :, :heads]
+        x = x[:, :groups] if name == "bias" else x
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    small = {name: cut(name, each) for name, each in arrays.items()}
+    one = replace(work, B=1, H=groups, Hkv=1)
+    with jax.default_matmul_precision("highest"):
+        right = jax.jit(program(one, direction, "xla"))(small)
+    if not work.options.get("deterministic", True):
+        # which weights stay depends on the number of heads
+        small, work = arrays, one
+        right = jax.jit(program(one, direction, "xla"))(arrays)
+    mine = jax.jit(program(work, direction, platform))(arrays)
+    if direction == "forward":
+        mine, right = (mine, {}), (right, {})
+    # a bias for all rows, or a sink, has gradients from rows that were left out
+    names = [name for name in right[1] if name in ("query", "key", "value")]
+    pairs = [("output", mine[0], right[0]), *((name, mine[1][name], right[1][name]) for name in names)]
+    errors = [
+        jnp.linalg.norm((cut(name, a) - cut(name, b)).ravel()) / jnp.linalg.norm(cut(name, b).ravel())
+        for name, a, b in pairs
+    ]
+    return float(max(errors))
+
+
+def measure(work: Work, platforms: tuple[str, ...] = ("triton", "cudnn")) -> list[dict[str, Any]]:
+    """A row for each direction: times by platform, and whether Triton's is what was asked for."""
+    sets = [inputs(work, seed) for seed in range(8 if work.decodes else 2)]
+    rows = []
+    for direction, bar in zip(DIRECTIONS[: 1 if work.decodes else 2], work.bars, strict=False):
+        row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar}
+        for platform in platforms:
+            try:
+                row[f"{platform}_ms"] = round(_clocked(program(work, direction, platform), sets, work.decodes), 4)
+            except PlatformError:
+                continue
+        if "triton" in platforms:
+            row["met"] = None if bar is None else row["triton_ms"] <= bar
+            row["largest_error"] = float(f"{largest_error(work, direction, 'triton', sets[0]):.2e}")
+        rows.append(row)
+    return rows
+
+
+def _clocked(function: Callable[..., Any], sets: list[dict[str, Any]], at_once: bool) -> float:
+    """Median milliseconds of a call; short ones are started in one program, so that starting them does not count."""
+    if not at_once:
+        return clock(jax.jit(function), [(each,) for each in sets])[0]
+    together = jax.jit(lambda sets: [function(each) for each in sets])
+    return clock(together, [(sets,)])[0] / len(sets)
+
+
+def flex_times(work: Work) -> dict[str, float]:
+    """PyTorch's compiled `flex_attention` on the same shapes, where it can serve them."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.recompile_limit = 64
+    compiled = torch.compile(flex_attention, dynamic=False)
+    cap = work.options.get("logits_soft_cap")
+    window = work.options.get("sliding_window")
+    owner = None
+    if work.lengths:
+        owner = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).cuda()
+
+    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = i >= j
+        if window is not None:
+            seen = seen & (i - j <= window)
+        return seen if owner is None else seen & (owner[i] == owner[j])
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    mask = None
+    if work.options.get("causal"):
+        mask = create_block_mask(allowed, None, None, work.S, work.S, device="cuda")
+    shapes = [(shape[0], shape[2], shape[1], shape[3]) for shape in work.shapes]
+    made = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    *moving, d_output = [each.requires_grad_() for each in made[:3]] + [made[3]]
+
+    def forward() -> Any:
+        grouped = work.Hkv not in (0, work.H)
+        return compiled(*moving, score_mod=capped if cap else None, block_mask=mask, enable_gqa=grouped)
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), moving, d_output)
+
+    from triton.testing import do_bench
+
+    found = {}
+    for direction, function in zip(DIRECTIONS, (forward, both), strict=True):
+        found[direction] = round(do_bench(function, return_mode="median"), 4)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--flex", action="store_true", help="time flex_attention in the same run")
+    arguments = parser.parse_args()
+    import triton
+
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "triton": triton.__version__,
+        "copy_bandwidth_tb_s": round(copy_bandwidth() / 1e12, 3),
+        "rows": [],
+    }
+    for work in WORKS:
+        if arguments.names and work.name not in arguments.names:
+            continue
+        try:
+            rows = measure(work)
+        except Exception as error:
+            rows = [{"name": work.name, "failed": str(error)[:500]}]
+        served = not (work.decodes or work.sinks or work.bias or work.mask or work.dtype != "bfloat16")
+        if arguments.flex and served and work.options.get("deterministic", True):
+            try:
+                times = flex_times(work)
+                rows = [{**row, "flex_ms": times.get(row.get("direction", ""))} for row in rows]
+            except Exception as error:
+                rows = [{**row, "flex_failed": str(error)[:200]} for row in rows]
+        report["rows"] += rows
+        for row in rows:
+            print(row, flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

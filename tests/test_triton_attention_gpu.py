@@ -1,0 +1,143 @@
+"""The Triton kernels of softmax attention on an NVIDIA GPU, against float64: `pytest -m gpu`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+from triton_attention_cases import FEW, GROUPED, LONG, Case, exact, options_of, scaled
+
+from ejkernel.attention import flash_attention
+from ejkernel.kernels import _launch
+
+pytestmark = pytest.mark.gpu
+if _launch.capability() is None:
+    pytest.skip("no NVIDIA GPU", allow_module_level=True)
+elif reason := _launch.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+GRADIENTS = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}
+# of every kind of walk one, for the other configurations
+KINDS = [each for each in LONG if each.name in {"causal", "window", "soft cap", "mask", "bias", "packed", "everything"}]
+EVERY = [
+    *((case, 128, 128, "bfloat16") for case in (*LONG, *FEW)),
+    *((case, 64, 64, "bfloat16") for case in KINDS),
+    *((case, 192, 128, "bfloat16") for case in KINDS),
+    *((case, 256, 256, "bfloat16") for case in KINDS),
+    *((case, 40, 80, "bfloat16") for case in KINDS[:3]),
+    *((case, 128, 128, "float16") for case in (*KINDS, FEW[0])),
+    *((case, dim, dim, "float32") for case in (*KINDS, FEW[0]) for dim in (64, 128, 256)),
+]
+
+
+def program(case, **more):
+    """Output, log-sum-exp and gradients, jitted."""
+
+    def run(moving, fixed, cotangents):
+        results, pull = jax.vjp(
+            lambda moving: flash_attention(
+                **moving, **fixed, **options_of(case), dtype=None, return_lse=True, platform="triton", **more
+            ),
+            moving,
+        )
+        return results, pull(cotangents)[0]
+
+    return jax.jit(run)
+
+
+def arrays_of(case, dtype):
+    """The arrays that have gradients, those that have none, and cotangents."""
+    arrays = case.arrays(jnp.dtype(dtype))
+    fixed = {name: each for name, each in arrays.items() if each.dtype == bool}
+    moving = {name: each for name, each in arrays.items() if each.dtype != bool}
+    random = np.random.default_rng(1)
+    rows = arrays["query"].shape[:3]
+    d_output = random.normal(size=(*rows, case.value_dim)).astype(jnp.dtype(dtype))
+    return moving, fixed, (d_output, random.normal(size=rows).astype(np.float32))
+
+
+def check(case, key_dim, value_dim, dtype):
+    case = scaled(case, 5, key_dim=key_dim, value_dim=value_dim)
+    moving, fixed, cotangents = arrays_of(case, dtype)
+    output, lse, gradients = exact(case, moving | fixed, *cotangents)
+    # the gradient of a log-sum-exp that is not there is no one's
+    cotangents = cotangents[0], np.where(np.isfinite(lse), cotangents[1], 0)
+    mine, found = program(case)(moving, fixed, cotangents)
+    finite = np.isfinite(lse)
+    assert (np.isfinite(mine[1]) == finite).all()
+    assert_close(np.where(finite, mine[1], 0), np.where(finite, lse, 0), 1e-5 if dtype == "float32" else 1e-3)
+    if dtype == "float32":
+        assert_close(mine[0], output, 1e-5, "output")
+    else:
+        rounded = np.asarray(jnp.asarray(output).astype(dtype)).astype(np.float64)
+        least, error = (np.linalg.norm(np.asarray(each, np.float64) - output) for each in (rounded, mine[0]))
+        assert error <= 2 * least, f"output: {error / least:.2f} times the error of rounding"
+    for name, each in gradients.items():
+        assert_close(found[name], each, GRADIENTS[dtype], name)
+
+
+@pytest.mark.parametrize("case, key_dim, value_dim, dtype", EVERY, ids=lambda x: str(x))
+def test_matches_float64(case, key_dim, value_dim, dtype):
+    check(case, key_dim, value_dim, dtype)
+
+
+def test_equal_bits_every_time():
+    case = scaled(Case("", **GROUPED, queries=100, keys=100, options={"causal": True}), 5, key_dim=64, value_dim=64)
+    arrays = arrays_of(case, "bfloat16")
+    run = program(case)
+    for one, other in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(run(*arrays)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_dropout_drops_what_xla_drops():
+    case = scaled(Case("", **GROUPED, queries=50, keys=60, options={"causal": True}), 5, key_dim=64, value_dim=64)
+    moving, _, (d_output, _) = arrays_of(case, "float32")
+
+    def run(platform):
+        drop = {"deterministic": False, "dropout_prob": 0.3, "dropout_rng": jax.random.key(3)}
+        call = lambda moving: flash_attention(**moving, **case.options, **drop, dtype=None, platform=platform)  # noqa: E731
+        output, pull = jax.vjp(call, moving)
+        return output, pull(d_output)[0]
+
+    with jax.default_matmul_precision("highest"):
+        for one, other in zip(jax.tree.leaves(run("triton")), jax.tree.leaves(run("xla")), strict=True):
+            assert_close(one, other, 1e-4)
+
+
+def test_transformations():
+    """`vmap`, `shard_map`, `scan` with `checkpoint`, and second derivatives change nothing."""
+    case = Case("", batch=2, queries=70, keys=70, **GROUPED, key_dim=32, value_dim=32, options={"causal": True})
+    arrays = {name: jnp.asarray(each) for name, each in case.arrays(np.float32).items()}
+
+    def whole(arrays, platform="triton"):
+        return flash_attention(**arrays, causal=True, dtype=None, platform=platform)
+
+    def row(arrays):
+        return whole({name: each[None] for name, each in arrays.items()})[0]
+
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("rows")
+    every = {
+        "vmap": jax.vmap(row),
+        "shard_map": jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=spec),
+        "scan": lambda arrays: jax.lax.scan(lambda _, x: (None, jax.checkpoint(row)(x)), None, arrays)[1],
+    }
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda arrays: (function(arrays) ** 2).sum()))(arrays)
+
+    def second(function):
+        def product(arrays):
+            first = jax.grad(lambda arrays: (function(arrays) ** 2).sum())(arrays)
+            return sum((each**2).sum() for each in jax.tree.leaves(first))
+
+        return jax.jit(jax.grad(product))(arrays)
+
+    with jax.default_matmul_precision("highest"):
+        right = gradients(lambda arrays: whole(arrays, "xla"))
+        for name, function in every.items():
+            for one, other in zip(jax.tree.leaves(gradients(function)), jax.tree.leaves(right), strict=True):
+                assert_close(one, other, 1e-5, name)
+        twice = (second(whole), second(lambda arrays: whole(arrays, "xla")))
+        for one, other in zip(*map(jax.tree.leaves, twice), strict=True):
+            assert_close(one, other, 1e-4, "second")
