@@ -1,9 +1,9 @@
 r"""Softmax attention on one NVIDIA GPU: the Triton kernels beside cuDNN and PyTorch's compiled `flex_attention`.
 
-python -m benchmarks.gpu_flash_attention --json benchmarks/results/flash_attention_h200.json [--flex] [row ...]
+python -m benchmarks.gpu_flash_attention {times,errors,flex} --json benchmarks/results/flash_attention_h200.json [row ...]
 
-Times are milliseconds of a call, forward and with backward, on rotating inputs. The first row and key head of each
-result are checked against float32.
+Times are milliseconds of a call, forward and with backward, on rotating inputs. Errors are those of the first row and
+key head of each result, against float32. What one part finds joins what is in the file.
 """
 
 import argparse
@@ -137,54 +137,55 @@ def program(work: Work, direction: str, platform: str) -> Callable[..., Any]:
     return forward if direction == "forward" else both
 
 
-def largest_error(work: Work, direction: str, platform: str, arrays: dict[str, Any]) -> float:
-    """Of the first row and key head, relative to float32 on XLA: the largest norm of an error."""
+def errors(work: Work) -> list[dict[str, Any]]:
+    """Of the first row and key head, relative to float32 on XLA: the largest norm of an error of a result."""
     groups = work.H // (work.Hkv or work.H)
+    arrays, direction = inputs(work, 0), DIRECTIONS[0 if work.decodes else 1]
 
     def cut(name: str, x: Any) -> Any:
         if name in ("cu_seqlens", "dropout_rng"):
             return x
-        x = x[:1] if name not in ("softmax_aux",) else x[:groups]
+        x = x[:groups] if name == "softmax_aux" else x[:1]
         heads = {"query": groups, "d_output": groups, "output": groups, "key": 1, "value": 1}.get(name)
         x = x if heads is None else x[:, :, :heads]
         x = x[:, :groups] if name == "bias" else x
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    small = {name: cut(name, each) for name, each in arrays.items()}
-    one = replace(work, B=1, H=groups, Hkv=1)
+    mine = jax.jit(program(work, direction, "triton"))(arrays)
+    # which weights dropout leaves depends on the number of heads
+    whole = not work.options.get("deterministic", True)
     with jax.default_matmul_precision("highest"):
-        right = jax.jit(program(one, direction, "xla"))(small)
-    if not work.options.get("deterministic", True):
-        # which weights stay depends on the number of heads
-        small, work = arrays, one
-        right = jax.jit(program(one, direction, "xla"))(arrays)
-    mine = jax.jit(program(work, direction, platform))(arrays)
-    if direction == "forward":
-        mine, right = (mine, {}), (right, {})
+        small = arrays if whole else {name: cut(name, each) for name, each in arrays.items()}
+        right = jax.jit(program(work, direction, "xla"))(small)
+    mine, right = ((each, {}) if work.decodes else each for each in (mine, right))
     # a bias for all rows, or a sink, has gradients from rows that were left out
     names = [name for name in right[1] if name in ("query", "key", "value")]
     pairs = [("output", mine[0], right[0]), *((name, mine[1][name], right[1][name]) for name in names)]
-    errors = [
-        jnp.linalg.norm((cut(name, a) - cut(name, b)).ravel()) / jnp.linalg.norm(cut(name, b).ravel())
+    found = [
+        float(jnp.linalg.norm((cut(name, a) - cut(name, b)).ravel()) / jnp.linalg.norm(cut(name, b).ravel()))
         for name, a, b in pairs
     ]
-    return float(max(errors))
+    if not max(found) < (1e-5 if work.dtype == "float32" else 1e-2):
+        raise RuntimeError(f"{work.name}: errors {found}")
+    largest = [found[0], max(found)][: 1 if work.decodes else 2]
+    return [
+        {"name": work.name, "direction": each, "largest_error": float(f"{error:.2e}")}
+        for each, error in zip(DIRECTIONS, largest, strict=False)
+    ]
 
 
-def measure(work: Work, platforms: tuple[str, ...] = ("triton", "cudnn")) -> list[dict[str, Any]]:
+def times(work: Work) -> list[dict[str, Any]]:
     """A row for each direction: times by platform, and whether Triton's is what was asked for."""
     sets = [inputs(work, seed) for seed in range(8 if work.decodes else 2)]
     rows = []
     for direction, bar in zip(DIRECTIONS[: 1 if work.decodes else 2], work.bars, strict=False):
         row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar}
-        for platform in platforms:
+        for platform in ("triton", "cudnn"):
             try:
                 row[f"{platform}_ms"] = round(_clocked(program(work, direction, platform), sets, work.decodes), 4)
             except PlatformError:
                 continue
-        if "triton" in platforms:
-            row["met"] = None if bar is None else row["triton_ms"] <= bar
-            row["largest_error"] = float(f"{largest_error(work, direction, 'triton', sets[0]):.2e}")
+        row["met"] = None if bar is None else row["triton_ms"] <= bar
         rows.append(row)
     return rows
 
@@ -197,8 +198,12 @@ def _clocked(function: Callable[..., Any], sets: list[dict[str, Any]], at_once: 
     return clock(together, [(sets,)])[0] / len(sets)
 
 
-def flex_times(work: Work) -> dict[str, float]:
+def flex(work: Work) -> list[dict[str, Any]]:
     """PyTorch's compiled `flex_attention` on the same shapes, where it can serve them."""
+    if work.decodes or work.sinks or work.bias or work.mask or work.dtype != "bfloat16":
+        return []
+    if not work.options.get("deterministic", True):
+        return []
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -235,44 +240,43 @@ def flex_times(work: Work) -> dict[str, float]:
 
     from triton.testing import do_bench
 
-    found = {}
-    for direction, function in zip(DIRECTIONS, (forward, both), strict=True):
-        found[direction] = round(do_bench(function, return_mode="median"), 4)
-    return found
+    return [
+        {"name": work.name, "direction": direction, "flex_ms": round(do_bench(function, return_mode="median"), 4)}
+        for direction, function in zip(DIRECTIONS, (forward, both), strict=True)
+    ]
+
+
+def joined(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows` with what is known of them by `more`."""
+    found = {(row["name"], row["direction"]): row for row in rows}
+    for row in more:
+        found[row["name"], row["direction"]] = found.get((row["name"], row["direction"]), {}) | row
+    order = [work.name for work in WORKS]
+    return sorted(found.values(), key=lambda row: (order.index(row["name"]), DIRECTIONS.index(row["direction"])))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=("times", "errors", "flex"))
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--flex", action="store_true", help="time flex_attention in the same run")
     arguments = parser.parse_args()
     import triton
 
-    report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "triton": triton.__version__,
-        "copy_bandwidth_tb_s": round(copy_bandwidth() / 1e12, 3),
-        "rows": [],
-    }
+    report: dict[str, Any] = {"rows": []}
+    if arguments.json and arguments.json.exists():
+        report = json.loads(arguments.json.read_text())
+    if arguments.part == "times":
+        versions = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "triton": triton.__version__}
+        report = {**versions, "copy_bandwidth_tb_s": round(copy_bandwidth() / 1e12, 3), **report}
+    measure = {"times": times, "errors": errors, "flex": flex}[arguments.part]
     for work in WORKS:
         if arguments.names and work.name not in arguments.names:
             continue
-        try:
-            rows = measure(work)
-        except Exception as error:
-            rows = [{"name": work.name, "failed": str(error)[:500]}]
-        served = not (work.decodes or work.sinks or work.bias or work.mask or work.dtype != "bfloat16")
-        if arguments.flex and served and work.options.get("deterministic", True):
-            try:
-                times = flex_times(work)
-                rows = [{**row, "flex_ms": times.get(row.get("direction", ""))} for row in rows]
-            except Exception as error:
-                rows = [{**row, "flex_failed": str(error)[:200]} for row in rows]
-        report["rows"] += rows
+        rows = measure(work)
         for row in rows:
             print(row, flush=True)
+        report["rows"] = joined(report["rows"], rows)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -67,7 +67,9 @@ def test_decoding(case, monkeypatch):
 def test_half_precision(case, dtype, monkeypatch):
     """Output and gradients as near to those in float32 as the dtype allows."""
     monkeypatch.setattr(plan, "FEW_ROWS", 64 if case in FEW else 0)
-    arrays = {name: each.astype(dtype) if each.dtype != bool else each for name, each in case.arrays(np.float32).items()}
+    arrays = {
+        name: each.astype(dtype) if each.dtype != bool else each for name, each in case.arrays(np.float32).items()
+    }
     cotangent = np.random.default_rng(0).normal(size=(*arrays["query"].shape[:3], case.value_dim)).astype(np.float32)
     mine = with_gradients(flash(case, dtype=np.float32), arrays, cotangent)
     exact = {name: each.astype(np.float32) if each.dtype != bool else each for name, each in arrays.items()}

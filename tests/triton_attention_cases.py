@@ -58,7 +58,13 @@ FEW = [
     Case("windowed", queries=2, keys=70, options={"sliding_window": (20, 0), "query_offset": 50}, sink_shape=(2, 1)),
     Case("masked", queries=3, keys=70, **GROUPED, mask_heads=1, dead=(1,), sink_shape=(4, 1)),
     Case(
-        "all at once", queries=3, keys=50, **GROUPED, bias_heads=4, options={**EVERYTHING, "query_offset": 40}, dead=(1,)
+        "all at once",
+        queries=3,
+        keys=50,
+        **GROUPED,
+        bias_heads=4,
+        options={**EVERYTHING, "query_offset": 40},
+        dead=(1,),
     ),
 ]
 
@@ -125,7 +131,9 @@ def exact(case, arrays, d_output, d_lse):
     if "softmax_aux" in f64:
         share = -np.exp(sinks[None, :, None] - np.where(lse == -np.inf, np.inf, lse)[..., None]) * mean[..., None]
         found["softmax_aux"] = _summed(share.sum((0, 2)), 0, (f64["softmax_aux"].shape[:-1] or (1,)) + sinks.shape[1:])
-    found = {name: _summed(each, 2, f64[name].shape) if name in ("key", "value") else each for name, each in found.items()}
+    found = {
+        name: _summed(each, 2, f64[name].shape) if name in ("key", "value") else each for name, each in found.items()
+    }
     return output, lse.swapaxes(1, 2), {name: each.reshape(f64[name].shape) for name, each in found.items()}
 
 
@@ -160,9 +168,13 @@ def scaled(case, times, **dims):
     def longer(each):
         if isinstance(each, bool | float):
             return each
-        return [x * times for x in each] if isinstance(each, list) else tuple(x * times for x in each) if isinstance(
-            each, tuple
-        ) else each * times
+        return (
+            [x * times for x in each]
+            if isinstance(each, list)
+            else tuple(x * times for x in each)
+            if isinstance(each, tuple)
+            else each * times
+        )
 
     options = {name: longer(each) for name, each in case.options.items()}
     queries = case.queries if case in FEW else case.queries * times

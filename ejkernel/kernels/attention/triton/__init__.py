@@ -27,6 +27,8 @@ def supports(call: Call) -> str | None:
     if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
         return f"a head dim above {_LARGEST_DIM} (D={call.key_dim}, Dv={call.value_dim})"
     sizes = (call.batch, call.queries, call.keys, call.heads, call.key_dim, call.value_dim, call.sequences, call.sinks)
+    if not all(isinstance(each, int | None) for each in sizes):
+        return "a symbolic size"
     if 0 in sizes:
         return "an array without elements"
     return _launch.unavailable()

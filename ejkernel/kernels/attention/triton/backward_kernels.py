@@ -65,9 +65,7 @@ def weights(
 
 
 @triton.jit
-def score_gradients(
-    b_p, b_dp, b_mean, m_pair, m_kept, LEAST: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr
-):
+def score_gradients(b_p, b_dp, b_mean, m_pair, m_kept, LEAST: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr):
     """The gradient of the scores from the weights before dropout and the gradient of those after it."""
     if LEAST:
         b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
@@ -147,8 +145,8 @@ def query_gradient(
     """The gradient of one block of queries of one head, and what the softmax takes off the gradient of its scores."""
     i_program = tl.program_id(0)
     i_h = i_program % H
-    i_b, i_first, q_at, n_q, k_at, n_k, offset = locate(
-        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, BM, False, RIGHT, PACKED, OFFSETS
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
+        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, left, right, BM, False, RIGHT, PACKED, OFFSETS
     )
     if i_first >= n_q:
         return
@@ -159,7 +157,7 @@ def query_gradient(
     m_i = i_first + o_m < n_q
     o_token = q_at + i_first + o_m
     i_last = tl.minimum(i_first + BM, n_q) - 1
-    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, offset, left, right, BN, LEFT, RIGHT)
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, lowest, highest, BN, LEFT, RIGHT)
 
     q_row = i_b.to(tl.int64) * S + q_at + i_first
     k_row = i_b.to(tl.int64) * L + k_at
@@ -194,7 +192,7 @@ def query_gradient(
 
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_flow = tl.zeros([BM], tl.float32)
-    o_i = i_first + o_m + offset
+    o_i = i_first + o_m
     for STAGE in tl.static_range(3):
         if walked(STAGE, LEFT, MIXED):
             i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
@@ -213,15 +211,13 @@ def query_gradient(
                 if BIAS:
                     b_bias = load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
                 if not WHOLE:
-                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], left, right, LEFT, RIGHT)
+                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
                 if MASK:
                     m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
                     b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
                 if LEAST:
                     m_kept = kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST)
-                b_p, b_slope = weights(
-                    b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST
-                )
+                b_p, b_slope = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
                 b_ds = score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, WHOLE)
                 if SINKS:
                     b_flow += tl.sum(b_ds + tl.where(m_pair, b_p * b_mean[:, None], 0.0), 1)
@@ -296,8 +292,22 @@ def key_gradients(
     i_program = tl.program_id(0)
     i_part = i_program % PARTS
     i_kv = i_program // PARTS % HKV
-    i_b, i_first, q_at, n_q, k_at, n_k, offset = locate(
-        i_program // (PARTS * HKV), p_cu, p_cu_kv, p_offset, N, n_steps, S, L, BN, True, False, PACKED, OFFSETS
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
+        i_program // (PARTS * HKV),
+        p_cu,
+        p_cu_kv,
+        p_offset,
+        N,
+        n_steps,
+        S,
+        L,
+        left,
+        right,
+        BN,
+        True,
+        False,
+        PACKED,
+        OFFSETS,
     )
     if i_first >= n_k:
         return
@@ -309,7 +319,7 @@ def key_gradients(
     m_j = o_j < n_k
     i_last = tl.minimum(i_first + BN, n_k) - 1
     # the queries that see a key are found as the keys that a query sees, the other way around
-    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_q, -offset, right, left, BM, RIGHT, LEFT)
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_q, -highest, -lowest, BM, RIGHT, LEFT)
     q_row = i_b.to(tl.int64) * S + q_at
     k_row = i_b.to(tl.int64) * L + k_at + i_first
     b_k = load_rows(p_k + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
@@ -358,7 +368,7 @@ def key_gradients(
                         o_bias = pair_rows(i_b, i_h, q_at + o_i, S, L, H, BIAS_HEADS, BIAS)
                         b_bias = load_bias(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
                     if not WHOLE:
-                        m_pair = m_there & sees(offset + o_i[None, :], o_j[:, None], left, right, LEFT, RIGHT)
+                        m_pair = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
                     if MASK:
                         o_mask = pair_rows(i_b, i_h, q_at + o_i, S, L, H, MASK_HEADS, MASK)
                         m_pair &= load_pairs(p_mask, o_mask[None, :], k_at + o_j[:, None], m_there, MASK) != 0

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.attention.triton.backward_kernels import load_stats, score_gradients, weights
-from ejkernel.kernels.attention.triton.tiles import KEYS, QUERIES, ROWS, kept, load_bias, load_pairs, load_rows, pair_rows
+from ejkernel.kernels.attention.triton.tiles import (
+    KEYS,
+    QUERIES,
+    ROWS,
+    kept,
+    load_bias,
+    load_pairs,
+    load_rows,
+    pair_rows,
+)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.attention.triton.forward_kernels import absorb, finish
-from ejkernel.kernels.attention.triton.tiles import FAR, in_sight, pair_rows
+from ejkernel.kernels.attention.triton.tiles import bounds, in_sight, pair_rows
 
 
 @triton.jit
@@ -57,17 +57,14 @@ def attend_part(
     i_kv = i_program % HKV
     i_part = i_program // HKV % PARTS
     i_b = i_program // (HKV * PARTS)
-    offset = i_program * 0
-    if OFFSETS:
-        offset = tl.load(p_offset + (i_b if OFFSETS == 2 else 0))
-        offset = tl.minimum(tl.maximum(offset, -FAR), FAR)
+    lowest, highest = bounds(p_offset, i_b, left, right, OFFSETS)
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     o_dv = tl.arange(0, BDV)
     m_i = o_m < S * G
     o_token = o_m // G
     i_h = i_kv * G + o_m % G
-    low, high, start, _, _ = in_sight(0, S - 1, i_program * 0 + L, offset, left, right, BN, LEFT, RIGHT)
+    low, high, start, _, _ = in_sight(0, S - 1, i_program * 0 + L, lowest, highest, BN, LEFT, RIGHT)
     n_each = tl.cdiv(tl.cdiv(tl.maximum(high - start, 0), BN), PARTS) * BN
     i_from = start + i_part * n_each
     i_to = tl.minimum(i_from + n_each, high)
@@ -96,7 +93,7 @@ def attend_part(
         p_words,
         i_from,
         i_to,
-        offset + o_token,
+        o_token,
         m_i,
         o_mask,
         o_bias,
@@ -105,8 +102,8 @@ def attend_part(
         i_b * 0,
         low,
         high,
-        left,
-        right,
+        lowest,
+        highest,
         HKV,
         D,
         DV,

@@ -27,8 +27,8 @@ def attend(call: Call, inputs: Inputs) -> tuple[Array, Array]:
     # the gradient of the whole is that of `total`
     lse = (jax.lax.stop_gradient(top) + total).swapaxes(1, 2) / _LOG2E
     if inputs.cu_seqlens is not None:
-        padding = jnp.arange(call.queries) >= inputs.cu_seqlens[-1]
-        lse = jnp.where(padding[:, None], -jnp.inf, lse)
+        token = jnp.arange(call.queries, dtype=inputs.cu_seqlens.dtype)
+        lse = jnp.where((token >= inputs.cu_seqlens[-1])[None, :, None], -jnp.inf, lse)
     return output, lse
 
 

@@ -44,8 +44,8 @@ def absorb(
     k_at,
     low,
     high,
-    left,
-    right,
+    lowest,
+    highest,
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -66,7 +66,7 @@ def absorb(
 ):
     """The running maximum, sum of weights and sum of weighted values, with keys `i_from … i_to` added.
 
-    With WHOLE every row sees every one of these keys. `o_i` is where the rows' queries stand among the keys.
+    With WHOLE every row sees every one of these keys. `o_i` are the positions of the rows' queries.
     """
     FACTOR: tl.constexpr = SCALE * LOG2E if LINEAR else 1.0
     o_n = tl.arange(0, BN)
@@ -82,7 +82,7 @@ def absorb(
         if BIAS:
             b_s += load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
         if not WHOLE:
-            m_pair = m_j[None, :] & sees(o_i[:, None], o_j[None, :], left, right, LEFT, RIGHT)
+            m_pair = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
             if MASK:
                 m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
             b_s = tl.where(m_pair, b_s, float("-inf"))
@@ -105,7 +105,19 @@ def absorb(
 
 
 @triton.jit
-def finish(b_top, b_total, b_sum, p_sinks, i_h, H: tl.constexpr, HEADS: tl.constexpr, SINKS: tl.constexpr, BSINKS: tl.constexpr, SHARE: tl.constexpr, APART: tl.constexpr):
+def finish(
+    b_top,
+    b_total,
+    b_sum,
+    p_sinks,
+    i_h,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BSINKS: tl.constexpr,
+    SHARE: tl.constexpr,
+    APART: tl.constexpr,
+):
     """The output, and the log of the denominator as a sum of two, once the keys are summed up: the sinks join in.
 
     APART these are the maximum and the log of what is left, of which a large maximum would leave nothing in one number;
@@ -183,8 +195,8 @@ def forward(
     """Output, maximum and log-sum of one block of queries of one head. The longest walks begin first."""
     i_program = tl.program_id(0)
     i_h = i_program % H
-    i_b, i_first, q_at, n_q, k_at, n_k, offset = locate(
-        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, BM, False, RIGHT, PACKED, OFFSETS
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
+        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, left, right, BM, False, RIGHT, PACKED, OFFSETS
     )
     if i_first >= n_q:
         return
@@ -194,7 +206,7 @@ def forward(
     m_i = i_first + o_m < n_q
     o_token = q_at + i_first + o_m
     i_last = tl.minimum(i_first + BM, n_q) - 1
-    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, offset, left, right, BN, LEFT, RIGHT)
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, lowest, highest, BN, LEFT, RIGHT)
 
     q_row = i_b.to(tl.int64) * S + q_at + i_first
     k_row = i_b.to(tl.int64) * L + k_at
@@ -214,7 +226,7 @@ def forward(
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_total = tl.zeros([BM], tl.float32)
     b_sum = tl.zeros([BM, BDV], tl.float32)
-    o_i = i_first + o_m + offset
+    o_i = i_first + o_m
     for STAGE in tl.static_range(3):
         if walked(STAGE, LEFT, MIXED):
             i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
@@ -239,8 +251,8 @@ def forward(
                 k_at,
                 low,
                 high,
-                left,
-                right,
+                lowest,
+                highest,
                 HKV,
                 D,
                 DV,

@@ -15,8 +15,8 @@ from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
 from ejkernel.xla_utils.utils import cdiv
 
+_FAR = (1 << 31) - 1  # as far as int32 goes
 # as in `tiles`
-_FAR = 1 << 29
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 
@@ -116,9 +116,7 @@ class Launcher:
         if pairs is None:
             return 0
         rows, _, queries, keys = pairs.shape
-        return (
-            _PRESENT | (_ROWS if rows > 1 else 0) | (_QUERIES if queries > 1 else 0) | (_KEYS if keys > 1 else 0)
-        )
+        return _PRESENT | (_ROWS if rows > 1 else 0) | (_QUERIES if queries > 1 else 0) | (_KEYS if keys > 1 else 0)
 
     def like(self, *shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.call import Call, common_dtype
 from ejkernel.kernels.linear_recurrence.triton.configs import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.xla_utils.utils import cdiv
 
@@ -43,18 +43,24 @@ class Config:
 # By shared memory a program may use, and by the padded dims of a key and a value together.
 _HALF = {
     LARGE: {
-        128: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)),
+        128: Config(
+            Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
+        ),
         256: Config(
             Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
         ),
         384: Config(
             Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
         ),
-        512: Config(Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+        512: Config(
+            Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
+        ),
     },
     MEDIUM: {
         128: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 3)),
-        256: Config(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+        256: Config(
+            Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
+        ),
         512: Config(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
     },
     SMALL: {
@@ -141,4 +147,4 @@ class Plan:
 
 def operand_dtype(call: Call) -> np.dtype:
     """What the products' operands are brought to."""
-    return np.dtype(jnp.result_type(call.query_dtype, call.key_dtype, call.value_dtype))
+    return common_dtype(call.query_dtype, call.key_dtype, call.value_dtype)

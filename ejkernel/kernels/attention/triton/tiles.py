@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Positions and bounds are cut to this, so that sums of three never overflow.
-FAR = tl.constexpr(1 << 29)
+# What is further away is out of everyone's sight, and sums of nearer bounds and positions stay within int32.
+FAR = tl.constexpr(1 << 30)
 
 # How a mask or a bias is laid out: it is there, and these of its axes are not broadcast.
 PRESENT = tl.constexpr(1)
@@ -52,13 +52,15 @@ def locate(
     n_steps,
     S,
     L,
+    left,
+    right,
     BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr,
     BACKWARDS: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
 ):
-    """Row, first position of the block, where its sequence begins and how long it is on both sides, and its offset."""
+    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`."""
     if PACKED:
         i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, n_steps, BLOCK)
         i_next = tl.minimum(i_n + 1, N)
@@ -82,27 +84,35 @@ def locate(
         k_at = i_block * 0
         n_q = q_at + S
         n_k = k_at + L
-    offset = i_block * 0
-    if OFFSETS:
-        offset = tl.load(p_offset + (i_n if OFFSETS == 2 else 0))
-        offset = tl.minimum(tl.maximum(offset, -FAR), FAR)
-    return i_b, i_first, q_at, n_q, k_at, n_k, offset
+    lowest, highest = bounds(p_offset, i_n, left, right, OFFSETS)
+    return i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest
 
 
 @triton.jit
-def in_sight(i_first, i_last, n_others, offset, left, right, STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Of the others, the first and one past the last that some of `i_first … i_last` see; where blocks that all see
-    begin and end; and where to begin so that these are whole steps."""
+def bounds(p_offset, i_n, left, right, OFFSETS: tl.constexpr):
+    """How far from a query's own position the first and the last key are that it sees, in a row or sequence."""
+    offset = (i_n * 0).to(tl.int64)
+    if OFFSETS:
+        offset += tl.load(p_offset + (i_n if OFFSETS == 2 else 0))
+    lowest = tl.minimum(tl.maximum(offset - left, -FAR), FAR)
+    highest = tl.minimum(tl.maximum(offset + right, -FAR), FAR)
+    return lowest.to(tl.int32), highest.to(tl.int32)
+
+
+@triton.jit
+def in_sight(i_first, i_last, n_others, lowest, highest, STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Of the others, the first and one past the last that some of `i_first … i_last` see; where to begin with them in
+    whole steps; and where those steps begin and end that all see."""
     low = n_others * 0
     high = n_others
     all_low = low
     all_high = high
     if LEFT:
-        low = tl.maximum(i_first + offset - left, 0)
-        all_low = tl.maximum(i_last + offset - left, 0)
+        low = tl.maximum(i_first + lowest, 0)
+        all_low = tl.maximum(i_last + lowest, 0)
     if RIGHT:
-        high = tl.minimum(high, i_last + offset + right + 1)
-        all_high = tl.minimum(high, i_first + offset + right + 1)
+        high = tl.minimum(high, i_last + highest + 1)
+        all_high = tl.minimum(high, i_first + highest + 1)
     start = low // STEP * STEP
     all_start = tl.maximum(tl.cdiv(all_low, STEP) * STEP, start)
     all_stop = tl.maximum(tl.maximum(all_high, 0) // STEP * STEP, all_start)
@@ -129,13 +139,13 @@ def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, MIXED: tl.con
 
 
 @triton.jit
-def sees(o_i, o_j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Whether a query at position `o_i` among the keys may see the key at `o_j`, as far as bounds on distance go."""
+def sees(o_i, o_j, lowest, highest, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Whether the query at `o_i` may see the key at `o_j`, as far as bounds on distance go."""
     m_pair = (o_i == o_i) & (o_j == o_j)
     if LEFT:
-        m_pair = m_pair & (o_j >= o_i - left)
+        m_pair = m_pair & (o_j >= o_i + lowest)
     if RIGHT:
-        m_pair = m_pair & (o_j <= o_i + right)
+        m_pair = m_pair & (o_j <= o_i + highest)
     return m_pair
 
 
