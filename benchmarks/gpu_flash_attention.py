@@ -1,6 +1,7 @@
 r"""Softmax attention on one NVIDIA GPU: the Triton kernels beside cuDNN and PyTorch's compiled `flex_attention`.
 
-python -m benchmarks.gpu_flash_attention {times,errors,flex} --json benchmarks/results/flash_attention_h200.json [row ...]
+python -m benchmarks.gpu_flash_attention {times,errors,flex} \
+    --json benchmarks/results/flash_attention_h200.json [row ...]
 
 Times are milliseconds of a call, forward and with backward, on rotating inputs. Errors are those of the first row and
 key head of each result, against float32. What one part finds joins what is in the file.

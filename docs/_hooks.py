@@ -106,6 +106,7 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("bfloat16")
     yield _call("float16", _qkv(dtype=jnp.float16))
     yield _call("float32", _qkv(dtype=jnp.float32))
+    yield _call("float64", _qkv(dtype=jnp.float64))
     yield _call("half precision arrays, `dtype=float32`", dtype=jnp.float32)
     yield _call("`causal`", causal=True)
     yield _call("`causal` and `sliding_window`", causal=True, sliding_window=256)
@@ -113,6 +114,7 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS)
     yield _call("grouped heads", _qkv(Hkv=2))
     yield _call("`D` above 128", _qkv(K=192))
+    yield _call("`D` above 256", _qkv(K=320))
     yield _call("`D ≠ Dv`", _qkv(V=64))
     yield _call("an odd length", _qkv(T=1023))
     yield _call("`causal`, fewer queries", _qkv(T=2)[:1] + _qkv()[1:], causal=True)
@@ -125,6 +127,7 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("`logits_soft_cap`", logits_soft_cap=30.0)
     yield _call("`query_offset`", query_offset=3)
     yield _call("`return_lse`", return_lse=True)
+    yield _call("`softmax_dtype=bfloat16`", softmax_dtype=jnp.bfloat16)
     yield _call("dropout", dropout_rng=jax.random.key(0), **dropout)
 
 

@@ -153,7 +153,29 @@ def _bench(name: str) -> Iterator[list[str]]:
         yield [f"`{op}`", PEERS[peer], *cells]
 
 
+def _flash() -> Iterator[list[str]]:
+    yield ["call", "Triton, ms", "asked for", "cuDNN, ms", "flex, ms", "error"]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _read("flash_attention_h200")["rows"]:
+        direction = row["direction"].replace("+", " + ")
+        found.setdefault(row["name"], {})[direction] = row
+    columns = {
+        "triton_ms": "{:.3f}",
+        "bar_ms": "{:.3f}",
+        "cudnn_ms": "{:.3f}",
+        "flex_ms": "{:.3f}",
+        "largest_error": "{:.1e}",
+    }
+    for call, rows in found.items():
+        cells = []
+        for name, form in columns.items():
+            known = {way: row for way, row in rows.items() if row.get(name)}
+            cells.append(_both(known, name, form) if known else "-")
+        yield [call, *cells]
+
+
 TABLES = {
+    "flash": _flash,
     "triton": _triton,
     "fla": _fla,
     "cudnn": _cudnn,

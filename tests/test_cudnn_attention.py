@@ -13,6 +13,7 @@ from conftest import assert_close
 from ejkernel import _dispatch
 from ejkernel._dispatch import Implementation, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
+from ejkernel.kernels import _launch
 from ejkernel.kernels.attention import cudnn
 
 SIZES = {"queries": 64, "keys": 64, "heads": 4, "key_dim": 16, "value_dim": 16}
@@ -46,7 +47,9 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
+    """cuDNN is there, and Triton is not."""
     monkeypatch.setattr(cudnn, "_installed", lambda: None)
+    monkeypatch.setattr(_launch, "unavailable", lambda: "no NVIDIA GPU here")
 
 
 def compare(case, tolerance):
@@ -189,22 +192,34 @@ def test_refused(arguments, reason, installed):
         explain(flash_attention, **{**CALL, **arguments}, platform="cudnn")
 
 
+@pytest.mark.parametrize("arguments, reason", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_refused_runs_on_triton(arguments, reason, installed, monkeypatch):
+    monkeypatch.setattr(_launch, "unavailable", lambda: None)
+    found = explain(flash_attention, **{**CALL, **arguments})
+    if "softmax_dtype" in arguments or "empty" in reason:
+        assert found.chosen == {"default": "xla"}
+    else:
+        assert found.chosen == {"cuda": "triton", "default": "xla"}
+
+
 def test_packed_is_refused(installed):
     one = shape(1, 64, 4, 16)
     found = explain(flash_attention, one, one, one, cu_seqlens=np.array([0, 64]))
-    assert found.refused == {"cudnn": "it has no cu_seqlens"}
+    assert found.refused["cudnn"] == "it has no cu_seqlens"
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_explain_says_cudnn(case, installed):
     found = explain(flash_attention, **case.arrays(jnp.bfloat16), **case.options)
-    assert found.chosen == {"cuda": "cudnn", "default": "xla"} and not found.refused
-    assert str(found) == "on cuda: cudnn\nelsewhere: xla"
+    assert found.chosen == {"cuda": "cudnn", "default": "xla"} and "cudnn" not in found.refused
+    assert str(found).startswith("on cuda: cudnn\nelsewhere: xla")
 
 
 def test_explain_without_the_plugin(monkeypatch):
     monkeypatch.setattr(cudnn, "_installed", lambda: "JAX's CUDA plugin is not installed")
-    assert str(explain(flash_attention, **CALL)) == "everywhere: xla\nnot cudnn: JAX's CUDA plugin is not installed"
+    monkeypatch.setattr(_launch, "unavailable", lambda: "no NVIDIA GPU here")
+    refusals = "not cudnn: JAX's CUDA plugin is not installed\nnot triton: no NVIDIA GPU here"
+    assert str(explain(flash_attention, **CALL)) == f"everywhere: xla\n{refusals}"
     assert str(explain(attention, **CALL)) == "everywhere: xla"
     with pytest.raises(ValueError, match="calls no op of this library"):
         explain(jnp.sin, X)

@@ -1,6 +1,5 @@
 """The Triton kernels of softmax attention, interpreted on the CPU, against the oracle and against XLA."""
 
-import functools
 import sys
 from dataclasses import replace
 
@@ -8,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, OFFSET, PACKED, Case, check, check_second_gradients
+from attention_cases import CASES, OFFSET, PACKED, Case, check
 from conftest import assert_close
 from jax.sharding import PartitionSpec
-from triton_attention_cases import FEW, GROUPED, LONG, expected, options_of, with_gradients
+from triton_attention_cases import FEW, GROUPED, LONG, exact, expected, options_of, with_gradients
 
+from ejkernel import parallel
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
 from ejkernel.kernels.attention import triton, xla
 from ejkernel.kernels.attention.triton import plan
 from ejkernel.kernels.attention.triton.plan import Config, Tile
+from ejkernel.parallel import ring_attention
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
 if _launch.capability() is not None:
@@ -337,3 +338,26 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
         with_gradients(flash(case), arrays, arrays["query"])
         keys.append(list(seen))
     assert keys[0] == keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ring(packed, monkeypatch):
+    """A ring of devices, which merges what blocks of keys give, gives the same by these kernels."""
+    monkeypatch.setattr(
+        ring_attention, "_core", lambda name, call, *arrays: getattr(ring_attention.triton_blocks, name)(call, *arrays)
+    )
+    mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+    case = Case("", batch=1, queries=40, keys=40, **GROUPED, sink_shape=(4, 1), options={"causal": True})
+    if packed:
+        case = replace(case, options={**case.options, "cu_seqlens": [0, 10, 10, 33]})
+    arrays = case.arrays(np.float32)
+
+    def ring(**arrays):
+        return parallel.flash_attention(**arrays, **options_of(case), axis_name="time", mesh=mesh, layout="balanced")
+
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
+    output, gradients = with_gradients(ring, arrays, cotangent)
+    right = exact(case, arrays, cotangent, np.zeros(cotangent.shape[:3]))
+    assert_close(output, right[0], 3e-6)
+    for name, each in right[2].items():
+        assert_close(gradients[name], each, 2e-5, name)

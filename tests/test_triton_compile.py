@@ -15,6 +15,7 @@ KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("key", "head", "constant", "none")
 SMALL = ("1x1", "8x8", "16x16", "24x24", "32x32", "8x128", "128x8", "128x32")
+KINDS = ("causal", "window", "packed", "pairs", "decoding")  # of calls of attention
 EVERY = [
     *itertools.product(KIBIBYTES, DTYPES, ("128x128", "256x256"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),
@@ -32,14 +33,35 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("capability, dtype, dims, decay", EVERY if THOROUGH else FEW)
-def test_kernels_fit(capability, dtype, dims, decay, tmp_path):
+EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))
+FEW_ATTENTION = [
+    (80, "bfloat16", 128, "pairs"),
+    (89, "bfloat16", 256, "window"),
+    (90, "bfloat16", 256, "pairs"),
+    (120, "float32", 128, "decoding"),
+]
+
+
+def taken(tmp_path, script, *arguments):
+    """Names of the kernels that `script` compiles, and the shared memory that each takes."""
     pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-    script = [sys.executable, TESTS / "triton_compile.py", capability, dtype, dims, decay]
+    command = map(str, [sys.executable, TESTS / script, *arguments])
     # what another run compiled would prove nothing, and tests that interpret leave Triton's variable behind
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    run = subprocess.run(map(str, script), capture_output=True, text=True, env=env, cwd=TESTS)
+    run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=TESTS)
     assert run.returncode == 0, run.stderr[-2000:]
-    taken = json.loads(run.stdout)
-    assert {"walk"} <= {name for name, _ in taken}
-    assert all(size <= KIBIBYTES[capability] for _, size in taken), taken
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("capability, dtype, dims, decay", EVERY if THOROUGH else FEW)
+def test_kernels_fit(capability, dtype, dims, decay, tmp_path):
+    found = taken(tmp_path, "triton_compile.py", capability, dtype, dims, decay)
+    assert {"walk"} <= {name for name, _ in found}
+    assert all(size <= KIBIBYTES[capability] for _, size in found), found
+
+
+@pytest.mark.parametrize("capability, dtype, dim, kind", EVERY_ATTENTION if THOROUGH else FEW_ATTENTION)
+def test_attention_kernels_fit(capability, dtype, dim, kind, tmp_path):
+    found = taken(tmp_path, "triton_compile_attention.py", capability, dtype, dim, kind)
+    assert {"query_gradient", "key_gradients"} <= {name for name, _ in found}
+    assert all(size <= KIBIBYTES[capability] for _, size in found), found

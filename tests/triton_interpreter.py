@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import ejkernel
-from ejkernel.kernels import _launch
+from ejkernel.kernels import _launch, _varying
 
 ROOT = Path(ejkernel.__file__).parent
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
@@ -146,7 +146,7 @@ def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases
     """What `_launch.launch` does, with NaN in every output before the kernel runs."""
     arrays = [each for each in arguments if not isinstance(each, int)]
     scalars = tuple((i, each) for i, each in enumerate(arguments) if isinstance(each, int))
-    return tuple(
+    results = tuple(
         _interpret.bind(
             *arrays,
             kernel=kernel,
@@ -157,6 +157,7 @@ def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases
             constants=tuple(constants.items()),
         )
     )
+    return tuple(_varying.align((*arrays, *results))[len(arrays) :])
 
 
 # A primitive, rather than a callback, for calls outside `jit`: callbacks now and then stall for half a minute there.

@@ -21,7 +21,9 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
-from ejkernel.kernels.attention.xla import blocks as core
+from ejkernel.kernels.attention.triton import blocks as triton_blocks
+from ejkernel.kernels.attention.triton import supports as triton_supports
+from ejkernel.kernels.attention.xla import blocks as xla_blocks
 from ejkernel.parallel._ring import Ring, plan
 
 
@@ -197,7 +199,7 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
             results, query, start = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = core.forward(*_pair(call, arrays, query, start, *block))
+                part = _core("forward", *_pair(call, arrays, query, start, *block))
                 return _merged(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
@@ -245,7 +247,7 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
 
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
-                found = core.backward(inner, inputs, output, top, total, d_output, jnp.zeros_like(total))
+                found = _core("backward", inner, inputs, output, top, total, d_output, jnp.zeros_like(total))
                 return d_query + found.query.astype(call.wide), (
                     found.key.astype(call.wide),
                     found.value.astype(call.wide),
@@ -288,6 +290,14 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
 
 _attend: Callable[[Call, Ring, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
+
+
+def _core(name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
+    """What a block of keys gives or takes: by Triton's kernels on an NVIDIA GPU where they serve it, or by XLA."""
+    default = partial(getattr(xla_blocks, name), call)
+    if triton_supports(call) is not None:
+        return default(*arrays)
+    return lax.platform_dependent(*arrays, cuda=partial(getattr(triton_blocks, name), call), default=default)
 
 
 def _pair(

@@ -24,7 +24,6 @@ from ejkernel.kernels.attention.triton.tiles import (
     walked,
 )
 
-
 # Columns of a row of `p_terms`: the scores' shift and the weights' mean, each as three numbers that add up to it.
 TERMS = tl.constexpr(16)
 

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (device code is typed by Triton)
-"""Device code of the bias gradient: each block of it sums up, in a fixed order, all tiles of pairs that it was added to."""
+"""Device code of the bias gradient: each block of it sums up, in a fixed order, all tiles that it was added to."""
 
 import triton
 import triton.language as tl
@@ -109,7 +109,7 @@ def bias_gradient(
         m_i = o_i < S
         o_bound = o_i
         if BOUNDS_BY_ROW:
-            o_bound = i_b * S + o_i
+            o_bound = i_b.to(tl.int64) * S + o_i
         b_start = tl.load(p_start + o_bound, mask=m_i, other=0)
         b_stop = tl.load(p_stop + o_bound, mask=m_i, other=0)
         low = tl.min(tl.where(b_start < b_stop, b_start, L), 0)

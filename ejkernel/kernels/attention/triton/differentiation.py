@@ -1,7 +1,6 @@
 """How the kernels of a call are run and differentiated: once by kernels, twice by XLA, and what `vmap` does to them."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +15,15 @@ from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable
 from ejkernel.kernels.attention.masks import by_group
 from ejkernel.kernels.attention.triton.backward import backward
 from ejkernel.kernels.attention.triton.forward import forward
+from ejkernel.kernels.attention.triton.launcher import LOG2E
 from ejkernel.kernels.attention.triton.plan import Plan
-
-_LOG2E = math.log2(math.e)
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[Array, Array]:
     """The output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]`."""
     output, top, total = _attend(call, Plan.of(call), inputs)
     # the gradient of the whole is that of `total`
-    lse = (jax.lax.stop_gradient(top) + total).swapaxes(1, 2) / _LOG2E
+    lse = (jax.lax.stop_gradient(top) + total).swapaxes(1, 2) / LOG2E
     if inputs.cu_seqlens is not None:
         token = jnp.arange(call.queries, dtype=inputs.cu_seqlens.dtype)
         lse = jnp.where((token >= inputs.cu_seqlens[-1])[None, :, None], -jnp.inf, lse)
@@ -45,11 +43,11 @@ def _attend(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array
     return _foldable(forward, call, plan)(inputs)
 
 
-def _attend_forward(call: Call, plan: Plan, primals: Inputs) -> Any:
-    inputs = Inputs(*(None if each is None else each.value for each in primals))  # type: ignore[arg-type]
+def _attend_forward(call: Call, plan: Plan, primals: Any) -> Any:
+    inputs: Any = Inputs(*(None if each is None else each.value for each in primals))  # type: ignore[arg-type]
     # calling the differentiable function again is what makes gradients of gradients work
     results = _attend(call, plan, inputs)
-    return results, (inputs, results, _Wanted(primals.bias is not None and primals.bias.perturbed))  # type: ignore[attr-defined]
+    return results, (inputs, results, _Wanted(primals.bias is not None and primals.bias.perturbed))
 
 
 def _attend_backward(call: Call, plan: Plan, saved: Any, d_results: Any) -> tuple[Inputs]:
@@ -57,7 +55,7 @@ def _attend_backward(call: Call, plan: Plan, saved: Any, d_results: Any) -> tupl
     d_output, _, d_total = d_results
     absent = jax.custom_derivatives.SymbolicZero
     d_output = jnp.zeros(d_output.shape, d_output.dtype) if isinstance(d_output, absent) else d_output
-    d_lse = None if isinstance(d_total, absent) else d_total * _LOG2E
+    d_lse = None if isinstance(d_total, absent) else d_total * LOG2E
     return (_gradients(call, plan, wanted, inputs, results, d_output, d_lse),)
 
 
@@ -91,7 +89,7 @@ def _of_sinks(call: Call, sinks: Array, top: Array, total: Array, mean: Array) -
     rows = (each.reshape(call.batch, call.kv_heads, call.groups, -1) for each in (top, total, mean))
     top, total, mean = (each[..., None] for each in rows)
     split = by_group(call, sinks.astype(jnp.float32), 0)[None, :, :, None]
-    share = -jnp.exp2(split * _LOG2E - top - total) * mean  # [B, Hkv, G, S, sinks]
+    share = -jnp.exp2(split * LOG2E - top - total) * mean  # [B, Hkv, G, S, sinks]
     axes = (0, 3, *(axis for axis in (1, 2) if split.shape[axis] == 1))
     return share.sum(axes)
 

@@ -1,5 +1,6 @@
 """What every kernel of a call is told of it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
 from ejkernel.xla_utils.utils import cdiv
 
+LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
 # as in `tiles`
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
