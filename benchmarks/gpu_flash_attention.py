@@ -261,7 +261,8 @@ def main() -> None:
     parser.add_argument("part", choices=("times", "errors", "flex"))
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    # rows may come after the file too
+    arguments = parser.parse_intermixed_args()
     import triton
 
     report: dict[str, Any] = {"rows": []}

@@ -119,17 +119,26 @@ def _cudnn() -> Iterator[list[str]]:
         ]
 
 
+def _attention() -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of benchmarks/gpu_flash_attention.py, by call and direction."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _read("flash_attention_h200")["rows"]:
+        direction = row["direction"].replace("+", " + ")
+        # cuDNN is what runs wherever it can
+        row = row | {"ms": row.get("cudnn_ms", row["triton_ms"])}
+        found.setdefault(row["name"], {})[direction] = row
+    return found
+
+
 def _pytorch() -> Iterator[list[str]]:
-    yield ["times", "beside", "call", "shape", "ours on", "ours, ms", "theirs, ms"]
-    for row in _read("softmax_peers_h200")["rows"]:
-        pairs = zip(row["peer_ms"], row["ours_ms"], strict=True)
-        times = " / ".join(_times(theirs / ours) for theirs, ours in pairs)
-        milliseconds = (
-            " / ".join(f"{each:.2f}" for each in row[who])
-            for who in ("ours_ms", "peer_ms")
-        )
-        who = row["peer"], row["call"], f"`{row['shape']}`", f"`{row['runs_on']}`"
-        yield [times, *who, *milliseconds]
+    yield ["times", "call", "ours on", "ours, ms", "flex_attention, ms"]
+    for call, rows in _attention().items():
+        if not all(row.get("flex_ms") for row in rows.values()):
+            continue
+        times = " / ".join(_times(row["flex_ms"] / row["ms"]) for row in rows.values())
+        runs = "cudnn" if "cudnn_ms" in rows["forward"] else "triton"
+        milliseconds = (_both(rows, name, "{:.2f}") for name in ("ms", "flex_ms"))
+        yield [times, call, f"`{runs}`", *milliseconds]
 
 
 def _bench(name: str) -> Iterator[list[str]]:
@@ -154,19 +163,14 @@ def _bench(name: str) -> Iterator[list[str]]:
 
 
 def _flash() -> Iterator[list[str]]:
-    yield ["call", "Triton, ms", "asked for", "cuDNN, ms", "flex, ms", "error"]
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in _read("flash_attention_h200")["rows"]:
-        direction = row["direction"].replace("+", " + ")
-        found.setdefault(row["name"], {})[direction] = row
+    yield ["call", "Triton, ms", "cuDNN, ms", "flex, ms", "error"]
     columns = {
         "triton_ms": "{:.3f}",
-        "bar_ms": "{:.3f}",
         "cudnn_ms": "{:.3f}",
         "flex_ms": "{:.3f}",
         "largest_error": "{:.1e}",
     }
-    for call, rows in found.items():
+    for call, rows in _attention().items():
         cells = []
         for name, form in columns.items():
             known = {way: row for way, row in rows.items() if row.get(name)}

@@ -178,7 +178,7 @@ def flash_attention(
             what came before in decoding or chunked prefill. One int, or one for each row or packed sequence.
         return_lse: Return the log of the softmax's denominator too.
         block_sizes: How many queries and how many keys XLA takes at a time; `None` leaves it to the library.
-        platform: Forces an implementation: `"xla"`, `"cudnn"`.
+        platform: Forces an implementation: `"xla"`, `"triton"`, `"cudnn"`.
 
     Returns:
         The output, `[B, S, H, Dv]` or packed `[S, H, Dv]` as the query came. With `return_lse` also

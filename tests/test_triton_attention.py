@@ -196,6 +196,16 @@ def test_mixed_dtypes():
     assert {name: each.dtype for name, each in gradients.items()} == {name: x.dtype for name, x in rounded.items()}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_settings(dtype):
+    """No dtype and no rank is promoted behind the caller's back."""
+    case = next(each for each in PACKED if each.name == "packed, everything")
+    arrays = case.arrays(jnp.dtype(dtype))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        output, lse = flash(case, return_lse=True)(**arrays)
+        with_gradients(flash(case, return_lse=True), arrays, (output, lse))
+
+
 def test_gradient_of_gradient():
     case = Case("", batch=1, queries=5, keys=6, **GROUPED, bias_heads=1, sink_shape=(2,), options={"causal": True})
     arrays = case.arrays(np.float32)
