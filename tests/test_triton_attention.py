@@ -21,7 +21,7 @@ from ejkernel.kernels.attention.triton import plan
 from ejkernel.kernels.attention.triton.plan import Config, Tile
 from ejkernel.parallel import ring_attention
 
-pytest.importorskip("triton", reason="Triton is not installed (pip install ejkernel[cuda])")
+pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:
     pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
