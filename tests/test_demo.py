@@ -1,5 +1,6 @@
 """The demo, shortened: it learns, stops and resumes exactly, and refuses checkpoints that are none."""
 
+import functools
 import html
 import io
 import json
@@ -201,7 +202,9 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     for name, value in {"NAMES": text.NAMES[:6], "PLACES": text.PLACES[:6], "PEOPLE": 4, "SENTENCES": (8, 24)}.items():
         monkeypatch.setattr(text, name, value)
     settings = training.Settings(steps=220, width=64, heads=2)
-    trained = training.train(settings, tmp_path / "checkpoint.npz")
+    with monkeypatch.context() as optimised:  # unlike most tests, this one runs for longer than it compiles
+        optimised.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1}))
+        trained = training.train(settings, tmp_path / "checkpoint.npz")
     score = demo.show(settings, trained, tmp_path, contexts=(128, 512))
     assert score.floor < score.loss < score.unigram / 4
     assert score.recall > 2 * score.chance
