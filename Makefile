@@ -25,10 +25,11 @@ test-newest: newest
 	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
 
 # The part of it that CI runs: what rests most on JAX, namely transformations, meshes, layers and Triton's interpreter.
-SMOKE := test_import.py test_dispatch.py test_xla_utils_utils.py test_linear_attention.py::test_pinned_paths \
+SMOKE := test_import.py test_dispatch.py xla_utils/test_utils.py test_linear_attention.py::test_pinned_paths \
   test_attention.py::test_transformations test_flash_attention.py::test_transformations \
-  test_nnx_layers.py::test_prefill_and_steps_are_one_pass test_triton_kernels.py::test_vmap[False] \
-  test_parallel.py::test_on_virtual_devices[sharding] test_parallel.py::test_on_virtual_devices[ring_shard_map]
+  layers/test_nnx_layers.py::test_prefill_and_steps_are_one_pass \
+  kernels/linear_recurrence/test_triton_kernels.py::test_vmap[False] \
+  $(addprefix parallel/test_parallel.py::test_on_virtual_devices,[sharding] [ring_shard_map])
 
 test-newest-smoke:
 	$(MAKE) test-newest NEWEST_TESTS='$(addprefix tests/,$(SMOKE))'

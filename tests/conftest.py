@@ -19,7 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*(each for each in QUICK if each not in GIVEN), *GIVEN])
 
 # `ci` draws values for a few shapes, the same ones every time; `thorough` draws everything anew for about an hour:
-# HYPOTHESIS_PROFILE=thorough pytest tests/test_properties_*.py
+# HYPOTHESIS_PROFILE=thorough pytest tests -k properties
 CHECKS = hypothesis.HealthCheck
 SLOW = [CHECKS.too_slow, CHECKS.data_too_large, CHECKS.large_base_example]
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, suppress_health_check=SLOW)

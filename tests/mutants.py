@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKING = ["test_xla_utils_utils.py", "test_xla_utils_cumsum.py"]
+PACKING = ["xla_utils/test_utils.py", "xla_utils/test_cumsum.py"]
 TESTS = {
     **{
         f"ejkernel._checks.{each}": ["test_checks.py"]
         for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "delta_rule", "meshes")
     },
-    "ejkernel._dispatch": ["test_dispatch.py", "test_cudnn_attention.py"],
-    "ejkernel.xla_utils": ["test_xla_utils_utils.py"],
+    "ejkernel._dispatch": ["test_dispatch.py", "kernels/attention/test_cudnn_attention.py"],
+    "ejkernel.xla_utils": ["xla_utils/test_utils.py"],
     "ejkernel.xla_utils.utils": PACKING,
     "ejkernel.xla_utils.cumsum": PACKING,
 }

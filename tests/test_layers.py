@@ -1,4 +1,4 @@
-"""Imports go down the layers of `docs/architecture.md`, never up."""
+"""Imports go down the layers of `docs/architecture.md`, never up; the tests have the same folders."""
 
 import ast
 import re
@@ -66,3 +66,12 @@ def test_device_code_is_imported_when_it_is_launched():
         if name_of(path) not in device:
             found = [name for name in imports(path) if any(f"{name}.".startswith(f"{each}.") for each in device)]
             assert not found, f"{path} imports {found}"
+
+
+def test_tests_mirror_the_tree():
+    """And have names of their own: pytest imports them by these alone."""
+    here = Path(__file__).parent
+    tests = [path for path in here.rglob("*.py") if "__pycache__" not in path.parts]
+    for folder in {path.parent.relative_to(here) for path in tests}:
+        assert (ROOT / folder).is_dir(), f"tests/{folder} holds tests of nothing"
+    assert len({path.name for path in tests}) == len(tests)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from properties import THOROUGH
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA's tables of compute capabilities
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("key", "head", "constant", "none")

@@ -23,7 +23,7 @@ from ejkernel.bench.ops import OPS, Op, Shape, cotangent, moved_bytes
 from ejkernel.bench.peers import PEERS
 from ejkernel.bench.results import OURS, Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = Shape(batch=2, tokens=5, heads=3, dim=4, dtype="float32")
 FAST = Limits(rounds=2)
 

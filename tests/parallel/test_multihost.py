@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def test_two_processes_of_four_devices():
-    script = Path(__file__).parents[1] / "examples" / "multihost.py"
+    script = Path(__file__).parents[2] / "examples" / "multihost.py"
     command = [sys.executable, "-W", "error", script, "--local", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr

@@ -17,5 +17,5 @@ RING = ("ring_values", "ring_windows", "ring_packed", "ring_shard_map", "ring_co
 @pytest.mark.parametrize("part", ["values", "collectives", "sharding", "family", "errors", *MESHES, *RING])
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    script = Path(__file__).with_name("parallel_checks.py")
+    script = Path(__file__).parents[1] / "parallel_checks.py"
     subprocess.run([sys.executable, "-W", "error", script, part], check=True, env=os.environ | {"XLA_FLAGS": flags})

@@ -27,7 +27,7 @@ from ejkernel.demo import checkpoint, generation, text, training
 from ejkernel.demo.progress import Progress
 from ejkernel.demo.softmax import OneQueryAttention
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
 
 
@@ -203,7 +203,9 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(text, name, value)
     settings = training.Settings(steps=220, width=64, heads=2)
     with monkeypatch.context() as optimised:  # unlike most tests, this one runs for longer than it compiles
-        optimised.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1}))
+        optimised.setattr(
+            jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+        )
         trained = training.train(settings, tmp_path / "checkpoint.npz")
     score = demo.show(settings, trained, tmp_path, contexts=(128, 512))
     assert score.floor < score.loss < score.unigram / 4

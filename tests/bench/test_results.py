@@ -21,7 +21,7 @@ from ejkernel import cli
 from ejkernel.bench.document import Heading, Paragraph, Points, Table, as_html, as_markdown
 from ejkernel.bench.kinds import line
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "bench_cpu.json").read_text())
 # few pictures: each takes a tenth of a second
 DOCUMENT["rows"] = [

@@ -13,5 +13,5 @@ DEVICES = 4
 @pytest.mark.parametrize("part", ["recurrence", "attention", "meshes", "shard_maps", "leaks"])
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    script = Path(__file__).with_name("properties_parallel.py")
+    script = Path(__file__).parents[1] / "properties_parallel.py"
     subprocess.run([sys.executable, "-W", "error", script, part], check=True, env=os.environ | {"XLA_FLAGS": flags})
