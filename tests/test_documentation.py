@@ -150,8 +150,8 @@ def test_support_tables_come_from_the_implementations(pages):
     assert ["gv", "no: decay along the value dims (gv) has no Triton kernel", "yes"] in rows
     assert ["packed: cu_seqlens", "yes", "yes"] in rows
     rows = pages["ops/flash_attention.html"].rows
-    assert ["causal", "yes", "yes"] in rows
-    assert ["softmax_aux", "no: it has no softmax_aux", "yes"] in rows
+    assert ["causal", "yes", "yes", "yes"] in rows
+    assert ["softmax_aux", "no: it has no softmax_aux", "yes", "yes"] in rows
 
 
 def documented(path):
