@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 # On a CPU the tests compile much and run little: LLVM's optimiser is off and, as long as XLA has it, its older emitter
-# of loops is on, which compiles in a third of the time. Read when JAX first computes, and by interpreters started here.
+# of loops is on, which compiles in a third of the time; nor is every operation told which lines it comes from. The
+# flags are read when JAX first computes, and all of it by the interpreters started here.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):
         QUICK.append("--xla_cpu_use_fusion_emitters=false")
     GIVEN = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*(each for each in QUICK if each not in GIVEN), *GIVEN])
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # `ci` draws values for a few shapes, the same ones every time; `thorough` draws everything anew for about an hour:
 # HYPOTHESIS_PROFILE=thorough pytest tests -k properties

@@ -1,5 +1,6 @@
 """JAX's strict settings, which many codebases run their tests under, break no op: values and gradients."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import pytest
 import ejkernel
 from ejkernel import parallel, xla_utils
 
-PROMOTION = {
-    "ranks": partial(jax.numpy_rank_promotion, "raise"),
-    "dtypes": partial(jax.numpy_dtype_promotion, "strict"),
-}
+
+@contextlib.contextmanager
+def no_promotion():
+    """Whatever would be made alike by JAX, ranks or dtypes, is an error."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,8 @@ def program(row):
 def test_promotion(row):
     """Nothing leaves it to JAX to make ranks or dtypes alike: the program is the same where that is forbidden."""
     usual = program(row)
-    for config in PROMOTION.values():
-        with config():
-            assert program(row) == usual
+    with no_promotion():
+        assert program(row) == usual
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,5 @@ def test_promotion_in_packing(name, options):
     masks = {"mask": MASK[0, 0]} if name.endswith("mask") else {}
     argument = {"ids": MASK[0, 0].astype(np.int32)} if name.endswith("segment_ids") else masks or PADDED
     usual = getattr(xla_utils, f"prepare_{name}")(**argument, **options)
-    for config in PROMOTION.values():
-        with config():
-            np.testing.assert_array_equal(getattr(xla_utils, f"prepare_{name}")(**argument, **options), usual)
+    with no_promotion():
+        np.testing.assert_array_equal(getattr(xla_utils, f"prepare_{name}")(**argument, **options), usual)
