@@ -1,11 +1,10 @@
 """A page in blocks, as Markdown or as HTML."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from urllib.parse import quote
+from pathlib import PurePosixPath
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -74,7 +73,7 @@ def as_markdown(blocks: Sequence[Block], folder: str) -> str:
             case Points(texts):
                 part = "\n".join(f"- {_line(line)}" for line in texts)
             case Figure(name, alt, _):
-                part = f"![{_escaped(alt)}]({quote(os.fsencode(folder))}/{quote(name)}.svg)"
+                part = f"![{_escaped(alt)}]({_address(folder, name)})"
         separator = "\n" if after_figure and isinstance(block, Figure) else "\n\n"
         parts.append(f"{separator}{part}")
         after_figure = isinstance(block, Figure)
@@ -118,6 +117,11 @@ LIST = re.compile(r"[-+]|\d+(?=[.)](\s|$))")
 
 def _inline(text: str) -> str:
     return CODE.sub(r"<code>\1</code>", escape(text))
+
+
+def _address(folder: str, name: str) -> str:
+    """Of a picture in a folder beside the page, with what an address may not hold written by numbers."""
+    return PurePosixPath("/", folder, f"{name}.svg").as_uri().removeprefix("file:///")
 
 
 def _escaped(text: str) -> str:

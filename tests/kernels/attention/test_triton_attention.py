@@ -339,15 +339,19 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
         seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
         return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
 
-    monkeypatch.setattr(_launch, "launch", record)
-    keys = []
-    for tokens, borders in ((70, [0, 20, 40]), (90, [0, 1, 80]), (47, [0, 20, 20, 47])):
-        seen.clear()
-        case = replace(LONG[0], batch=1, queries=tokens, keys=tokens, options={"cu_seqlens": borders, "causal": True})
-        arrays = case.arrays(np.float32)
-        with_gradients(flash(case), arrays, arrays["query"])
-        keys.append(list(seen))
-    assert keys[0] == keys[1] == keys[2]
+    # undone before the interpreter is, which would leave it behind otherwise
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "launch", record)
+        keys = []
+        for tokens, borders in ((70, [0, 20, 40]), (90, [0, 1, 80]), (47, [0, 20, 20, 47])):
+            seen.clear()
+            case = replace(
+                LONG[0], batch=1, queries=tokens, keys=tokens, options={"cu_seqlens": borders, "causal": True}
+            )
+            arrays = case.arrays(np.float32)
+            with_gradients(flash(case), arrays, arrays["query"])
+            keys.append(list(seen))
+        assert keys[0] == keys[1] == keys[2]
 
 
 @pytest.mark.parametrize("packed", [False, True])

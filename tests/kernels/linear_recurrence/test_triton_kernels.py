@@ -321,12 +321,14 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
         seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
         return real(kernel, *arguments, outputs=outputs, programs=0, **{k: v for k, v in rest.items()})
 
-    monkeypatch.setattr(_launch, "launch", record)
     keys = []
-    for tokens, lengths in ((40, (20, 20)), (50, (10, 40)), (47, (47, 0))):
-        seen.clear()
-        case = replace(BASE, T=tokens, lengths=lengths)
-        arrays, cotangents = make(case)
-        jax.eval_shape(lambda a, c, case=case: results(triton_gpu.run, case.call, a, c), arrays, cotangents)
-        keys.append(list(seen))
+    # undone before the interpreter is, which would leave it behind otherwise
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "launch", record)
+        for tokens, lengths in ((40, (20, 20)), (50, (10, 40)), (47, (47, 0))):
+            seen.clear()
+            case = replace(BASE, T=tokens, lengths=lengths)
+            arrays, cotangents = make(case)
+            jax.eval_shape(lambda a, c, case=case: results(triton_gpu.run, case.call, a, c), arrays, cotangents)
+            keys.append(list(seen))
     assert keys[0] == keys[1] == keys[2]

@@ -1,14 +1,13 @@
 """The backward pass as launches of Triton kernels."""
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.triton.launcher import Launcher
+from ejkernel.kernels.attention.triton.launcher import Launcher, device
 from ejkernel.kernels.attention.triton.plan import FILL, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
@@ -24,11 +23,6 @@ class Gradients(NamedTuple):
     value: Array
     bias: Array | None
     mean: Array  # what the softmax takes off the gradient of a row's scores
-
-
-def _kernels(name: str) -> Any:
-    # not at the top: `import ejkernel` must not import Triton
-    return importlib.import_module(f"ejkernel.kernels.attention.triton.{name}_kernels")
 
 
 def backward(
@@ -50,7 +44,7 @@ def backward(
     # bfloat16 has float32's range: what is taken off the scores can travel with them, unless dropout comes in between
     folded = dtype == jnp.bfloat16 and not call.dropout
     d_query, mean, terms = launcher.launch(
-        _kernels("backward").query_gradient,
+        device("backward").query_gradient,
         *launcher.tokens,
         *launcher.places,
         *(output, top, total, d_output, d_lse),
@@ -68,7 +62,7 @@ def backward(
     tile, parts = plan.config.key, plan.head_parts
     shapes = [(parts, *each.shape) for each in (inputs.key, inputs.value)]
     d_key, d_value = launcher.launch(
-        _kernels("backward").key_gradients,
+        device("backward").key_gradients,
         *launcher.tokens,
         *launcher.places,
         *(top, total, mean, terms, d_output),
@@ -93,7 +87,7 @@ def _bias(launcher: Launcher, rows: tuple[Array, Array, Array], d_output: Array)
     programs = n_rows * heads * cdiv(queries, tile.queries) * cdiv(keys, tile.keys)
     parts = cdiv(FILL, programs)
     (found,) = launcher.launch(
-        _kernels("bias").bias_gradient,
+        device("bias").bias_gradient,
         *launcher.tokens,
         *(start, stop, *rows, d_output),
         *(call.batch, call.queries, call.keys),

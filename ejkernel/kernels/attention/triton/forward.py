@@ -1,19 +1,13 @@
 """The forward pass as launches of Triton kernels."""
 
-import importlib
 from typing import Any
 
 from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.triton.launcher import Launcher
+from ejkernel.kernels.attention.triton.launcher import Launcher, device
 from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
-
-
-def _kernels(name: str) -> Any:
-    # not at the top: `import ejkernel` must not import Triton
-    return importlib.import_module(f"ejkernel.kernels.attention.triton.{name}_kernels")
 
 
 def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -26,7 +20,7 @@ def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array
         return _decode(launcher)
     tile = plan.config.forward
     return launcher.launch(
-        _kernels("forward").forward,
+        device("forward").forward,
         *launcher.tokens[:5],
         inputs.sinks,
         inputs.dropout_key,
@@ -45,7 +39,7 @@ def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
     tile = Tile(power(call.queries * call.groups), config.keys, config.warps, config.stages)
     rows = (call.batch, call.queries, call.heads, parts)
     summed = launcher.launch(
-        _kernels("decoding").attend_part,
+        device("decoding").attend_part,
         *launcher.tokens,
         launcher.inputs.query_offset,
         call.queries,
@@ -57,7 +51,7 @@ def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
         PARTS=parts,
     )
     return launcher.launch(
-        _kernels("decoding").merge_parts,
+        device("decoding").merge_parts,
         *summed,
         launcher.inputs.sinks,
         call.queries,

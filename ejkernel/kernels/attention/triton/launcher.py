@@ -1,5 +1,6 @@
 """What every kernel of a call is told of it."""
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,19 @@ LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
 # as in `tiles`
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
+
+# Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
+DEVICE = {
+    "forward": "ejkernel.kernels.attention.triton.forward_kernels",
+    "backward": "ejkernel.kernels.attention.triton.backward_kernels",
+    "bias": "ejkernel.kernels.attention.triton.bias_kernels",
+    "decoding": "ejkernel.kernels.attention.triton.decoding_kernels",
+}
+
+
+def device(name: str) -> Any:
+    """A module of device code."""
+    return importlib.import_module(DEVICE[name])
 
 
 @dataclass(frozen=True)

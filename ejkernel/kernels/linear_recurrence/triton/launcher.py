@@ -21,9 +21,20 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+# Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
+DEVICE = {
+    "head_gates": "ejkernel.kernels.linear_recurrence.triton.device.head_gates",
+    "key_gates": "ejkernel.kernels.linear_recurrence.triton.device.key_gates",
+    "segments": "ejkernel.kernels.linear_recurrence.triton.device.segments",
+    "step": "ejkernel.kernels.linear_recurrence.triton.device.step",
+    "strong_key_gates": "ejkernel.kernels.linear_recurrence.triton.device.strong_key_gates",
+    "walk": "ejkernel.kernels.linear_recurrence.triton.device.walk",
+}
+
+
 def device(name: str) -> Any:
-    """A module of device code; not imported at the top of any other, since `import ejkernel` must not import Triton."""
-    return importlib.import_module(f"{__package__}.device.{name}")
+    """A module of device code."""
+    return importlib.import_module(DEVICE[name])
 
 
 @dataclass(frozen=True)
