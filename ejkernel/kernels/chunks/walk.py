@@ -75,6 +75,16 @@ def _flat(x: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
 
 
+def rows_first(x: jax.Array) -> jax.Array:
+    """`[chunks, rows, ...]` as `[rows · chunks, ...]`: in this order rows that are sharded stay where they are."""
+    return _flat(jnp.swapaxes(x, 0, 1))
+
+
+def by_chunk(x: jax.Array, chunks: int) -> jax.Array:
+    """Undoes `rows_first`."""
+    return jnp.swapaxes(x.reshape(-1, chunks, *x.shape[1:]), 0, 1)
+
+
 def _pass(
     call: Call,
     states: States,
@@ -103,18 +113,16 @@ def _pass(
 
     rows, chunks = states.current.shape[0], len(step.start)
 
-    def by_chunk(x: jax.Array) -> jax.Array:
-        x = jnp.broadcast_to(x, (chunks * rows, *x.shape[1:]))
-        return x.reshape(chunks, rows, *x.shape[1:])
+    def split(x: jax.Array) -> jax.Array:
+        return by_chunk(jnp.broadcast_to(x, (rows * chunks, *x.shape[1:])), chunks)
 
-    each = step, jax.tree.map(by_chunk, passing)
+    each = step, jax.tree.map(split, passing)
     return lax.scan(visit, states, each, reverse=call.reverse != back, unroll=True)
 
 
 def cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
-    """The tokens of a step's chunks as they are visited, `[chunks · rows, H, C, ·]`, in the dtype of the states."""
-    x = layout.cut(call, step, x).astype(call.state_dtype)
-    x = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 2, 1)
+    """The tokens of a step's chunks as they are visited, `[rows · chunks, H, C, ·]`, in the dtype of the states."""
+    x = jnp.moveaxis(rows_first(layout.cut(call, step, x).astype(call.state_dtype)), 2, 1)
     x = jnp.repeat(x, call.heads // x.shape[1], axis=1)
     return jnp.flip(x, 2) if call.reverse else x
 
@@ -122,7 +130,7 @@ def cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
 def by_token(call: Call, flags: jax.Array) -> jax.Array:
     """`[chunks, C]` of a step beside what `cut` gives."""
     chunks, C = flags.shape
-    flags = jnp.broadcast_to(flags[:, None], (chunks, call.batch, C)).reshape(chunks * call.batch, 1, C, 1)
+    flags = jnp.broadcast_to(flags[None], (call.batch, chunks, C)).reshape(call.batch * chunks, 1, C, 1)
     return jnp.flip(flags, 2) if call.reverse else flags
 
 
@@ -146,10 +154,10 @@ def forward(
         effects = mathematics.effect(chunk(step), einsum)
         advance = functools.partial(mathematics.end, einsum=einsum)
         states, met = _pass(call, states, step, starts, advance, effects.passing, back=False)
-        output = mathematics.output(effects, _flat(met), einsum)
+        output = mathematics.output(effects, rows_first(met), einsum)
         output = jnp.flip(output, 2) if call.reverse else output
         output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
-        output = output.reshape(*met.shape[:2], *output.shape[1:])  # [chunks, rows, C, H, V]
+        output = by_chunk(output, together)  # [chunks, rows, C, H, V]
         return states, (output, met if keep_states else None)
 
     # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
@@ -186,10 +194,10 @@ def backward(
             nonlocal d_states
             advance = functools.partial(mathematics.mirror, einsum=einsum)
             d_states, d_met = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
-            return _flat(d_met)
+            return rows_first(d_met)
 
         do = call.scale * cut(call, chunks, d_output)
-        grads = mathematics.backward(chunk(chunks), _flat(met), do, mirrored, einsum)
+        grads = mathematics.backward(chunk(chunks), rows_first(met), do, mirrored, einsum)
         return d_states, give(chunks, grads)
 
     ends = d_final if stateful else None
@@ -203,4 +211,5 @@ def heads_last(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
     heads = like.shape[2]
     x = x.reshape(x.shape[0], heads, call.heads // heads, *x.shape[2:]).sum(2)
     x = jnp.moveaxis(jnp.flip(x, 2) if call.reverse else x, 1, 2).astype(like.dtype)
-    return x.reshape(-1, like.shape[0], x.shape[1], *like.shape[2:])
+    x = x.reshape(like.shape[0], -1, x.shape[1], *like.shape[2:])
+    return jnp.swapaxes(x, 0, 1)

@@ -59,7 +59,7 @@ def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
     a, b = inputs.log_decay, inputs.value_log_decay
     first = walk.by_token(call, layout.first_visited(call, step))
     if call.decay == "constant" and a is not None:
-        a = a[step.sequence] if call.packed else jnp.tile(a, (len(step.start), 1))
+        a = a[step.sequence] if call.packed else jnp.repeat(a, len(step.start), axis=0)
         unseen = first | ~walk.by_token(call, layout.visited(call, step))
         a = jnp.where(unseen, 0, a.astype(call.state_dtype)[:, :, None, None])
     elif a is not None:
@@ -110,7 +110,7 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
         d_gamma = None
         if constant:
             own = walk.by_token(call, layout.visited(call, chunks))
-            d_gamma = jnp.where(own, d_decay, 0).sum((-2, -1)).reshape(len(chunks.start), -1, call.heads)
+            d_gamma = walk.by_chunk(jnp.where(own, d_decay, 0).sum((-2, -1)), len(chunks.start))
             of_tokens = of_tokens._replace(log_decay=None)
         return jax.tree.map(functools.partial(walk.heads_last, call), tokens, of_tokens), d_gamma
 
