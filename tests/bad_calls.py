@@ -124,6 +124,19 @@ RECURRENT = [
     (packed(CU, g_gamma=ones(3, 4)), ValueError, "g_gamma: got shape .* N=2"),
     (packed(CU, key=X), ValueError, r"key: got shape \(2, 6, 4, 8\); expected \[T, Hkv, K\]"),
 ]
+DELTA = [
+    *LINEAR,
+    *SCALE,
+    *PLATFORM,
+    ({"beta": None}, TypeError, "beta: got NoneType; expected an array"),
+    ({"beta": X}, ValueError, r"beta: got shape \(2, 6, 4, 8\); expected \[B, T, H\]"),
+    ({"beta": ones(2, 6, 4, dtype=int)}, TypeError, "beta: got dtype int"),
+    ({"beta": ones(2, 6, 3)}, ValueError, "query: got 4 heads; expected a divisor of beta's 3 heads"),
+    ({"value": X[:, :, :0]}, ValueError, "value: got 0 heads; expected a divisor of beta's 4 heads"),
+    ({"key": X[..., :7]}, ValueError, r"key: got shape .* K=8"),
+    ({"normalize": 1}, TypeError, "normalize: got int; expected True or False"),
+    ({"initial_state": ones(8, 8)}, ValueError, r"initial_state: got shape .* \[H, K, V\] or \[B, H, K, V\]"),
+]
 LAYER_NUMBER = [
     ({"layer_idx": "0"}, TypeError, "layer_idx: got str; expected a number"),
     ({"layer_idx": None}, TypeError, "layer_idx: got NoneType; expected a number"),
@@ -315,6 +328,17 @@ def without(rows: list[Row], *names: str) -> list[Row]:
 OPS = {
     "recurrent": Op(ejkernel.recurrent, QKV, RECURRENT),
     "recurrent_gla": Op(ejkernel.recurrent_gla, QKV | {"g": X}, LINEAR),
+    "delta_rule": Op(ejkernel.delta_rule, QKV | {"beta": ones(2, 6, 4)}, DELTA),
+    "gated_delta_rule": Op(
+        ejkernel.gated_delta_rule,
+        QKV | {"beta": ones(2, 6, 4), "g": ones(2, 6, 4)},
+        [*DELTA, ({"g": X}, ValueError, r"g: got shape \(2, 6, 4, 8\); expected \[B, T, H\]")],
+    ),
+    "kda": Op(
+        ejkernel.kda,
+        QKV | {"beta": ones(2, 6, 4), "g": X},
+        [*DELTA, ({"g": ones(2, 6, 4, 1)}, ValueError, r"g: got shape \(2, 6, 4, 1\); expected \[B, T, H, K\]")],
+    ),
     "simple_gla": Op(ejkernel.simple_gla, QKV | {"g": ones(2, 6, 4)}, [*without(LINEAR, "query"), *HEAD_GATE]),
     "retention": Op(ejkernel.retention, QKV, LINEAR),
     "lightning_attn": Op(ejkernel.lightning_attn, QKV | {"layer_idx": 1, "num_layers": 3}, [*LINEAR, *LAYER_NUMBER]),
