@@ -83,7 +83,8 @@ def test_any_length(tokens, x64):
 
 
 class TestWhatHoldsOfAnyCall:
-    CASE = Case("call", tokens=70, gate="ordinary", per_key=True, state="each")
+    # of a size of its own: the table's calls are traced, and kept, with smaller chunks
+    CASE = Case("call", tokens=70, key_dim=6, gate="ordinary", per_key=True, state="each")
 
     def test_any_split_is_the_whole(self, x64):
         arrays = self.CASE.arrays()
@@ -106,7 +107,7 @@ class TestWhatHoldsOfAnyCall:
 
     def test_gates_of_equal_dims_are_one_a_head(self, x64):
         arrays = replace(self.CASE, per_key=False).arrays()
-        wide = arrays | {"g": np.broadcast_to(arrays["g"][..., None], (*arrays["g"].shape, 5))}
+        wide = arrays | {"g": np.broadcast_to(arrays["g"][..., None], (*arrays["g"].shape, 6))}
         for a, b in zip(kda(**wide), gated_delta_rule(**arrays), strict=True):
             assert_close(a, b, 1e-12)
         none = {n: x for n, x in arrays.items() if n != "g"}
