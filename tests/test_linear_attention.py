@@ -1,8 +1,10 @@
 """The gated linear recurrence and its family against the float64 loop, value and gradient, whatever implements them."""
 
+import functools
 import itertools
 from dataclasses import replace
 
+import gradients
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,19 +27,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(scores, "BASE", 2)
 
 
-def split(arrays):
-    """Arrays with a gradient, and the rest."""
-    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
-    return {name: x for name, x in arrays.items() if name not in rest}, rest
-
-
-def with_gradients(arrays, options, seed=1):
-    """Output, final state and gradients by `jax.vjp`, with the cotangents that were used."""
-    differentiable, rest = split(arrays)
-    results, vjp = jax.vjp(lambda x: recurrent(**x, **rest, **options), differentiable)
-    random = np.random.default_rng(seed)
-    cotangents = tuple(random.normal(size=x.shape).astype(x.dtype) for x in results)
-    return results, vjp(cotangents)[0], cotangents
+with_gradients = functools.partial(gradients.with_gradients, recurrent)
 
 
 def check_against_oracle(arrays, options, tolerance):

@@ -1,0 +1,30 @@
+"""A recurrence compiled once with its gradients: calls that differ in numbers alone are fed to one program."""
+
+import functools
+
+import jax
+import numpy as np
+
+from ejkernel.kernels.chunks import layout, scores, triangular
+
+
+def with_gradients(op, arrays, options, seed=1):
+    """Output, final state and gradients of `op` by `jax.vjp`, with the cotangents that were used."""
+    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    moving = {name: x for name, x in arrays.items() if name not in rest}
+    sizes = (layout.LARGEST_CHUNK, scores.BASE, triangular.BASE)
+    return _compiled(op, tuple(sorted(options.items())), seed, sizes)(moving, rest)
+
+
+@functools.cache
+def _compiled(op, options, seed, sizes):
+    """`sizes` are read while tracing: tests that change them get a program of their own."""
+
+    @jax.jit
+    def run(moving, rest):
+        results, vjp = jax.vjp(lambda x: op(**x, **rest, **dict(options)), moving)
+        random = np.random.default_rng(seed)
+        cotangents = tuple(random.normal(size=x.shape).astype(x.dtype) for x in results)
+        return results, vjp(cotangents)[0], cotangents
+
+    return run
