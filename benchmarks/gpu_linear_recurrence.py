@@ -51,7 +51,6 @@ class Work:
             batch=self.B,
             tokens=self.T,
             heads=self.H,
-            kv_heads=self.H,
             key_dim=self.K,
             value_dim=self.V,
             sequences=self.sequences or self.B,
@@ -141,7 +140,7 @@ def program(work: Work, run: Callable[..., Any], call: Call) -> Callable[..., An
 def errors(work: Work, arrays: tuple[Any, ...], results: Any) -> list[float]:
     """Relative errors of the results' first row and first two heads against XLA's in float32."""
     rows, heads = (1, min(2, work.H)) if not work.sequences else (work.B, min(2, work.H))
-    call = replace(work.call, batch=rows, heads=heads, kv_heads=heads, dtype=np.dtype(np.float32))
+    call = replace(work.call, batch=rows, heads=heads, dtype=np.dtype(np.float32))
     if not work.sequences:
         call = replace(call, sequences=rows)
 

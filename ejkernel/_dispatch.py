@@ -82,8 +82,8 @@ def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any
             return branches["default"](*arrays)
         return jax.lax.platform_dependent(*arrays, **branches)
 
-    # where shardings are part of types, results follow the query
-    return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(arrays[0])), *arrays)
+    # where shardings are part of types, results follow the query, or a key or value with more heads
+    return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(_sharding.widest(*arrays[:3]))), *arrays)
 
 
 def _warn_if_slower(implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]) -> None:

@@ -34,6 +34,11 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
+def widest(*arrays: jax.Array) -> jax.Array:
+    """The array `[…, heads, dim]` with the most heads, the first of several or of those without heads."""
+    return max(arrays, key=lambda x: x.shape[-2:-1])
+
+
 def over(axis: str, spec: PartitionSpec, dim: int) -> PartitionSpec:
     """`spec` with dimension `dim` sharded over the mesh axis, and no other dimension."""
     parts = [_axes(part) for part in spec]

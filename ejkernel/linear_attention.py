@@ -38,8 +38,10 @@ def recurrent(
 
     Args:
         query: `[B, T, H, K]`.
-        key: `[B, T, Hkv, K]`; `H` is a multiple of `Hkv`, and kv head `j` serves query heads `j·H/Hkv …`.
-        value: `[B, T, Hkv, V]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
@@ -78,8 +80,8 @@ def recurrent(
         ((150, 8, 64), (3, 8, 64, 64))
     """
     arrays = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
-    B, T, H, K = arrays.query.shape
-    N = arrays.sequences
+    B, T, _, K = arrays.query.shape
+    H, N = arrays.heads, arrays.sequences
     # without key dims the output is 0 whatever the scale
     scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
     query, dtype = arrays.query, arrays.query.dtype
@@ -97,7 +99,6 @@ def recurrent(
         batch=B,
         tokens=T,
         heads=H,
-        kv_heads=arrays.key.shape[2],
         key_dim=K,
         value_dim=arrays.value.shape[-1],
         sequences=N,
@@ -209,7 +210,7 @@ def simple_gla(
         query,
         key,
         value,
-        _checks.gate_per_head(g, query),
+        _checks.gate_per_head(g, query, key, value),
         softmax_scale=softmax_scale,
         initial_state=initial_state,
         reverse=reverse,
@@ -246,7 +247,7 @@ def retention(
         query,
         key,
         value,
-        g_gamma=retention_decay(query),
+        g_gamma=retention_decay(query, key, value),
         softmax_scale=softmax_scale,
         initial_state=initial_state,
         reverse=reverse,
@@ -255,9 +256,9 @@ def retention(
     )
 
 
-def retention_decay(query: jax.Array) -> jax.Array:
+def retention_decay(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """`g_gamma` of `retention`, `[H]`."""
-    heads = _checks.heads(query)
+    heads = _checks.heads(query, key, value)
     return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), _checks.state_dtype(query))
 
 
@@ -293,7 +294,7 @@ def lightning_attn(
         query,
         key,
         value,
-        g_gamma=lightning_decay(query, layer_idx, num_layers),
+        g_gamma=lightning_decay(query, key, value, layer_idx, num_layers),
         softmax_scale=softmax_scale,
         initial_state=initial_state,
         reverse=reverse,
@@ -302,9 +303,11 @@ def lightning_attn(
     )
 
 
-def lightning_decay(query: jax.Array, layer_idx: ArrayLike, num_layers: int) -> jax.Array:
+def lightning_decay(
+    query: jax.Array, key: jax.Array, value: jax.Array, layer_idx: ArrayLike, num_layers: int
+) -> jax.Array:
     """`g_gamma` of `lightning_attn`, `[H]`."""
-    heads, dtype = _checks.heads(query), _checks.state_dtype(query)
+    heads, dtype = _checks.heads(query, key, value), _checks.state_dtype(query)
     depth = 1 - _checks.layer_number(layer_idx).astype(dtype) / _checks.positive_int("num_layers", num_layers)
     return -(8 / max(heads, 1)) * depth * jnp.arange(heads, dtype=dtype)
 

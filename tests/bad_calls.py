@@ -95,7 +95,9 @@ RECURRENT = [
     ({"key": X[..., :7]}, ValueError, r"key: got shape .* K=8"),
     ({"key": None}, TypeError, "key: got NoneType; expected an array"),
     ({"key": X[:, :, :0], "value": X[:, :, :0]}, ValueError, "key: got 0 heads; expected a divisor"),
-    ({"value": X[:, :, :2]}, ValueError, r"value: got shape .* Hkv=4"),
+    ({"value": X[:, :, :0]}, ValueError, "value: got 0 heads; expected a divisor of query's 4 heads"),
+    ({"query": X[:, :, :3]}, ValueError, "query: got 3 heads; expected a divisor of key's 4 heads"),
+    ({"query": X[:, :, :1], "g_gamma": ones(1)}, ValueError, r"g_gamma: got .* with H=4 \(H as in key\)"),
     ({"value": X.astype(np.complex64)}, TypeError, "value: got dtype complex64"),
     ({"g": ones(2, 6, 4)}, ValueError, r"g: got shape \(2, 6, 4\); expected \[B, T, H, 1\|K\]"),
     ({"g": ones(2, 6, 4, 5)}, ValueError, "g: got shape .* K=8"),
@@ -122,7 +124,7 @@ RECURRENT = [
     (packed("0 6"), TypeError, "cu_seqlens: got str; expected an array"),
     (packed(CU, initial_state=ones(3, 4, 8, 8)), ValueError, "initial_state: got shape .* N=2"),
     (packed(CU, g_gamma=ones(3, 4)), ValueError, "g_gamma: got shape .* N=2"),
-    (packed(CU, key=X), ValueError, r"key: got shape \(2, 6, 4, 8\); expected \[T, Hkv, K\]"),
+    (packed(CU, key=X), ValueError, r"key: got shape \(2, 6, 4, 8\); expected \[T, Hk, K\]"),
 ]
 DELTA = [
     *LINEAR,

@@ -28,6 +28,7 @@ class Case:
     tokens: int = 70
     heads: int = 2
     kv_heads: int = 2
+    shared: tuple[int, int, int] | None = None  # heads of query, key and value, instead of `heads` and `kv_heads`
     key_dim: int = 5
     value_dim: int = 3
     gates: dict[str, str] = field(default_factory=dict)  # argument to strength
@@ -49,10 +50,11 @@ class Case:
         batch = 1 if self.lengths is not None else self.batch
         sequences = len(self.lengths) if self.lengths is not None else batch
         lead = (tokens,) if self.unbatched else (batch, tokens)
+        of_query, of_key, of_value = self.shared or (self.heads, self.kv_heads, self.kv_heads)
         found = {
-            "query": random.normal(size=(*lead, self.heads, self.key_dim)),
-            "key": random.normal(size=(*lead, self.kv_heads, self.key_dim)),
-            "value": random.normal(size=(*lead, self.kv_heads, self.value_dim)),
+            "query": random.normal(size=(*lead, of_query, self.key_dim)),
+            "key": random.normal(size=(*lead, of_key, self.key_dim)),
+            "value": random.normal(size=(*lead, of_value, self.value_dim)),
         }
         for name, strength in self.gates.items():
             dim = 1 if name in self.narrow else self.value_dim if name == "gv" else self.key_dim
@@ -69,6 +71,7 @@ class Case:
 
 KEY = {"gates": {"g": "ordinary"}}
 GROUPED = {"heads": 4, "kv_heads": 2}
+MAMBA = {"heads": 4, "shared": (1, 1, 4)}
 PACKED = {"lengths": (3, 0, 64, 1, 29), "padding": 4}
 
 CASES = [
@@ -104,6 +107,13 @@ CASES = [
     Case("gv gamma", gates={"gv": "strong", "g_gamma": "ordinary"}, tokens=65, options={"reverse": True}),
     Case("all gates mixed", gates=dict.fromkeys(("g", "gk", "gv"), "mixed") | {"g_gamma": "tiny"}, state="each"),
     Case("all gates packed", gates=dict.fromkeys(("g", "gk", "gv", "g_gamma"), "ordinary"), **PACKED, state="each"),
+    Case("gamma shared queries and keys", gates={"g_gamma": "ordinary"}, **MAMBA, state="each"),
+    Case(
+        "one gate a head shared queries and keys", gates={"g": "mixed"}, narrow=("g",), **PACKED, **MAMBA, state="each"
+    ),
+    Case("g shared by each", **KEY, heads=6, shared=(2, 6, 3), state="all", options={"reverse": True}),
+    Case("all gates shared by each", gates=dict.fromkeys(("g", "gv"), "ordinary"), heads=4, shared=(2, 1, 4), **PACKED),
+    Case("one token shared", tokens=1, gates={"g": "ordinary"}, heads=4, shared=(2, 4, 1), state="each"),
     Case("one token", tokens=1, gates={"g": "ordinary", "gv": "ordinary"}, state="each", **GROUPED),
     Case("one token gamma", tokens=1, gates={"g_gamma": "ordinary"}, state="each"),
     Case("one token no state", tokens=1, gates={"g": "ordinary"}),

@@ -27,6 +27,7 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 ROWS = {"query": "BTHK", "key": "BTGK", "value": "BTGV"}
 STREAM = {"query": "THK", "key": "TGK", "value": "TGV", "cu_seqlens": ""}
+MAMBA = {"query": "BTOK", "key": "BTOK", "value": "BTHV"}
 STEP = {"query": "BOHK", "key": "BOGK", "value": "BOGV"}
 
 
@@ -87,6 +88,8 @@ SPREADABLE = [
     linear("lightning_attn", layer_idx=1, num_layers=4),
     linear("linear_attention"),
     linear("linear_attention", {"softmax_scale": "", "initial_state": "BHKV"}, what="state each, scale", reverse=True),
+    linear("simple_gla", {"g": "BTH"}, MAMBA, what="shared queries"),
+    linear("retention", None, MAMBA, what="shared queries"),
     packed("recurrent", {"g": "THK", "g_gamma": "H"}),
     packed("recurrent", {"g_gamma": "NH", "initial_state": "HKV"}, what="packed, state for all", reverse=True),
     packed("simple_gla", {"g": "TH", "initial_state": "NHKV"}, what="packed, state each"),

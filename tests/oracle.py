@@ -200,8 +200,9 @@ def recurrent(query, key, value, d_output=None, d_final_state=None, **options):
     unbatched = arrays["query"].ndim == 3
     per_token = [name for name in ("query", "key", "value", "g", "gk", "gv") if name in arrays]
     full = {name: x[None] if unbatched and name in per_token else x for name, x in arrays.items()}
-    (batch, tokens, heads, K), V = full["query"].shape, full["value"].shape[-1]
-    group = heads // full["key"].shape[2]
+    (batch, tokens, _, K), V = full["query"].shape, full["value"].shape[-1]
+    heads = max(full[name].shape[2] for name in ("query", "key", "value"))
+    group = {name: heads // full[name].shape[2] for name in ("query", "key", "value")}
     scale = K**-0.5 if options.get("softmax_scale") is None else float(options["softmax_scale"])
     spans = [(row, 0, tokens) for row in range(batch)]
     if cu_seqlens is not None:
@@ -219,30 +220,32 @@ def recurrent(query, key, value, d_output=None, d_final_state=None, **options):
         row, start, end = spans[n]
         order = range(start, end)[::-1] if reverse else range(start, end)
         state = full["initial_state"][n, h] if "initial_state" in full else np.zeros((K, V))
+        at = {name: h // group[name] for name in group}
         steps = []
         for t in order:
             a, b = np.zeros(K), np.zeros(V)
+            q, k, v = (full[name][row, t, at[name]] for name in ("query", "key", "value"))
             for name in ("g", "gk"):
                 a = a + (full[name][row, t, h] if name in full else 0)
             a = a + (full["g_gamma"][n, h] if "g_gamma" in full else 0)
             b = b + (full["gv"][row, t, h] if "gv" in full else 0)
             kept = np.exp(a)[:, None] * np.exp(b)[None, :] * state
-            state = kept + np.outer(full["key"][row, t, h // group], full["value"][row, t, h // group])
-            output[row, t, h] = scale * state.T @ full["query"][row, t, h]
-            steps.append((t, a, b, kept, state))
+            state = kept + np.outer(k, v)
+            output[row, t, h] = scale * state.T @ q
+            steps.append((t, q, k, v, a, b, kept, state))
         final[n, h] = state
         if do is None:
             continue
         d_state = np.asarray(d_final_state, np.float64)[n, h]
-        for t, a, b, kept, after in reversed(steps):
-            grads["query"][row, t, h] += scale * after @ do[row, t, h]
-            d_state = d_state + scale * np.outer(full["query"][row, t, h], do[row, t, h])
-            grads["key"][row, t, h // group] += d_state @ full["value"][row, t, h // group]
-            grads["value"][row, t, h // group] += d_state.T @ full["key"][row, t, h // group]
-            for name, at, axis in (("g", (row, t, h), 1), ("gk", (row, t, h), 1), ("gv", (row, t, h), 0)):
+        for t, q, k, v, a, b, kept, after in reversed(steps):
+            grads["query"][row, t, at["query"]] += scale * after @ do[row, t, h]
+            d_state = d_state + scale * np.outer(q, do[row, t, h])
+            grads["key"][row, t, at["key"]] += d_state @ v
+            grads["value"][row, t, at["value"]] += d_state.T @ k
+            for name, axis in (("g", 1), ("gk", 1), ("gv", 0)):
                 if name in grads:
                     flow = (kept * d_state).sum(axis)
-                    grads[name][at] += flow if grads[name].shape[-1] > 1 else flow.sum()
+                    grads[name][row, t, h] += flow if grads[name].shape[-1] > 1 else flow.sum()
             if "g_gamma" in grads:
                 grads["g_gamma"][n, h] += (kept * d_state).sum()
             d_state = np.exp(a)[:, None] * np.exp(b)[None, :] * d_state

@@ -20,6 +20,7 @@ AUTO = jax.sharding.AxisType.Auto
 GATES = {"g": "ordinary", "g_gamma": "tiny"}
 CASES = [
     Case("key", tokens=40, gates=GATES, state="each", heads=4, kv_heads=2),
+    Case("shared queries", tokens=16, gates=GATES, state="each", heads=4, shared=(1, 2, 4)),
     Case("reverse", tokens=40, gates=GATES, state="all", options={"reverse": True}),
     Case("resets", tokens=40, gates={"g": "mixed"}, narrow=("g",), state="each"),
     Case("value gates", tokens=16, gates={"gk": "strong", "gv": "ordinary"}, state="each"),

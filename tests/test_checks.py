@@ -444,26 +444,26 @@ REFUSED = [
         ValueError,
         "query: got shape (6, 4, 8); expected [B, T, H, K]",
     ),
-    (lambda: _checks.heads(3), TypeError, "query: got int; expected an array"),
-    (lambda: _checks.gate_per_head(3, X), TypeError, "g: got int; expected an array"),
+    (lambda: _checks.heads(3, X, X), TypeError, "query: got int; expected an array"),
+    (lambda: _checks.gate_per_head(3, X, X, X), TypeError, "g: got int; expected an array"),
     (
-        lambda: _checks.gate_per_head(X[0, 0, :, 0], X[0, 0]),
+        lambda: _checks.gate_per_head(X[0, 0, :, 0], X[0, 0], X, X),
         ValueError,
         "query: got shape (4, 8); expected [B, T, H, K], or [T, H, K] with cu_seqlens",
     ),
     (lambda: _checks.layer_input(Dims(width=8), 3, None), TypeError, "x: got int; expected an array"),
     *(
         (
-            lambda shape=shape: _checks.heads(np.ones(shape)),
+            lambda shape=shape: _checks.heads(np.ones(shape), X, X),
             ValueError,
             f"query: got shape {shape}; expected [B, T, H, K], or [T, H, K] with cu_seqlens",
         )
         for shape in ((4, 8), (1, 2, 6, 4, 8))
     ),
     (
-        lambda: _checks.gate_per_head(X, X),
+        lambda: _checks.gate_per_head(X, X, X, X),
         ValueError,
-        "g: got shape (2, 6, 4, 8); expected (2, 6, 4), one number for each token and head of query",
+        "g: got shape (2, 6, 4, 8); expected (2, 6, 4), one number for each token and head",
     ),
     (
         lambda: _checks.layer_input(Dims(width=8), ROW[0], None),
@@ -589,8 +589,8 @@ def test_says_what_would_fit(call, error, message):
         (lambda: _checks.dropout(True, 0.5, None), (0.0, None)),
         (lambda: _checks.dropout(False, 0, None), (0.0, None)),
         (lambda: _checks.dropout(False, 0.5, KEY), (0.5, KEY)),
-        (lambda: _checks.heads(X), 4),
-        (lambda: _checks.heads(ROW), 4),
+        (lambda: _checks.heads(X, X[:, :, :2], X), 4),
+        (lambda: _checks.heads(ROW[:, :1], ROW[:, :2], ROW), 4),
         (lambda: _checks.mesh_axis(CPU_MESH, "y"), 3),
         (lambda: [_checks.ring_slices(x) for x in ("contiguous", "balanced")], [1, 2]),
         (lambda: [_checks.even_slices("x", 8, *x) for x in ((2, 2), (1, 2), (2,), (1, None))], [2, 4, 4, 8]),
@@ -676,7 +676,7 @@ def test_masks_biases_and_sinks_broadcast():
         assert _checks.attention_bias(dims(), np.ones(shape)).shape == shape
     for shape, expected in (((3,), (1, 3)), ((1, 3), (1, 3)), ((2, 3), (2, 3)), ((4, 3), (4, 3))):
         assert _checks.sinks(dims(), np.ones(shape)).shape == expected
-    assert _checks.gate_per_head(X[..., 0], X).shape == (2, 6, 4, 1)
+    assert _checks.gate_per_head(X[..., 0], X[:, :, :1], X, X).shape == (2, 6, 4, 1)
     assert _checks.unbatched("key", ROW).shape == (1, 6, 4, 8)
 
 

@@ -303,7 +303,7 @@ FRONTS = {  # front, its arguments, the gates
 class TestFamily:
     """Each front is `recurrent` with its gates written out, through gradients too."""
 
-    arrays = Case("family", heads=4, kv_heads=2, state="each").arrays(np.float32)
+    arrays = Case("family", heads=4, shared=(2, 1, 4), state="each").arrays(np.float32)
 
     @pytest.mark.parametrize("name", FRONTS)
     @pytest.mark.parametrize("reverse", [False, True])

@@ -21,6 +21,7 @@ class Case:
     T: int = 37
     H: int = 2
     Hkv: int = 2
+    shared: tuple[int, int, int] | None = None  # heads of query, key and value, instead of `H` and `Hkv`
     K: int = 16
     V: int = 16
     lengths: tuple[int, ...] | None = None
@@ -40,7 +41,6 @@ class Case:
             batch=1 if packed else self.B,
             tokens=self.T,
             heads=self.H,
-            kv_heads=self.Hkv,
             key_dim=self.K,
             value_dim=self.V,
             sequences=len(self.lengths) if packed else self.B,
@@ -80,8 +80,8 @@ def make(case, seed=0):
     def normal(*shape, dtype=case.dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    query, key = normal(B, T, H, case.K, dtype=dtypes[0]), normal(B, T, case.Hkv, case.K, dtype=dtypes[1])
-    value = normal(B, T, case.Hkv, case.V, dtype=dtypes[2])
+    heads, dims = case.shared or (H, case.Hkv, case.Hkv), (case.K, case.K, case.V)
+    query, key, value = (normal(B, T, *each[:2], dtype=each[2]) for each in zip(heads, dims, dtypes[:3], strict=True))
     shape = {"none": None, "constant": (N, H), "head": (B, T, H), "key": (B, T, H, case.K)}[case.decay]
     decay = None if shape is None else jnp.asarray(gates(case.gate, shape, rng), dtypes[3])
     state = normal(N, H, case.K, case.V, dtype=dtypes[4]) if case.state else None

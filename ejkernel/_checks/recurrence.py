@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._checks.arrays import array, floating, grouped_heads
+from ejkernel._checks.arrays import array, floating
 from ejkernel._checks.packing import cu_seqlens
 from ejkernel._checks.values import known_size
 from ejkernel._checks.wording import Dims, fail, is_concrete
@@ -33,6 +33,11 @@ class LinearAttention(NamedTuple):
     unbatched: bool
 
     @property
+    def heads(self) -> int:
+        """Of gates, states and output; query, key and value each have a number that divides it."""
+        return max(each.shape[2] for each in (self.query, self.key, self.value))
+
+    @property
     def state_dtype(self) -> np.dtype:
         """What states are kept in and gates are added in."""
         return state_dtype(self.query)
@@ -50,24 +55,19 @@ def linear_attention(
     dims.match("query", query, f"{lead} H K")
     arrays = {"query": query}
     for name, x, pattern in (
-        ("key", key, f"{lead} Hkv K"),
-        ("value", value, f"{lead} Hkv V"),
-        ("g", g, f"{lead} H 1|K"),
-        ("gk", gk, f"{lead} H 1|K"),
-        ("gv", gv, f"{lead} H 1|V"),
+        ("key", key, f"{lead} Hk K"),
+        ("value", value, f"{lead} Hv V"),
     ):
-        if x is not None or name in ("key", "value"):
-            arrays[name] = floating(name, x)
-            dims.match(name, arrays[name], pattern)
-    known = (
-        ("query", "T", "tokens"),
-        ("query", "H", "heads"),
-        ("query", "K", "key dims"),
-        ("value", "V", "value dims"),
-    )
-    for name, letter, what in (*known, ("key", "Hkv", "heads")):
+        arrays[name] = floating(name, x)
+        dims.match(name, arrays[name], pattern)
+    known = (("query", "T", "tokens"), ("query", "K", "key dims"), ("value", "V", "value dims"))
+    for name, letter, what in known:
         known_size(name, dims[letter], what)
-    grouped_heads(dims["H"], dims["Hkv"])
+    _bind_heads(dims, {"query": dims["H"], "key": dims["Hk"], "value": dims["Hv"]})
+    for name, x, pattern in (("g", g, "H 1|K"), ("gk", gk, "H 1|K"), ("gv", gv, "H 1|V")):
+        if x is not None:
+            arrays[name] = floating(name, x)
+            dims.match(name, arrays[name], f"{lead} {pattern}")
     rows = "B"
     if packed:
         if not unbatched and dims["B"] != 1:
@@ -87,20 +87,34 @@ def linear_attention(
     return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, dims[rows], unbatched)
 
 
-def heads(query: Any) -> int:
-    """The number of query heads, before anything else is known of the call."""
+def _bind_heads(dims: Dims, counts: dict[str, int]) -> None:
+    """`H` is the largest number of heads that an array has, and any other divides it: heads may share each array."""
+    for name, count in counts.items():
+        known_size(name, count, "heads")
+    most = max(counts, key=lambda name: counts[name])
+    dims.bind("H", counts[most], most)
+    for name, count in counts.items():
+        if count == 0 or counts[most] % count:
+            fail(name, f"{count} heads", f"a divisor of {most}'s {counts[most]} heads")
+
+
+def heads(query: Any, key: Any, value: Any) -> int:
+    """The number of heads, before anything else is known of the call."""
     query = floating("query", query)
     if query.ndim not in (3, 4):
         fail("query", f"shape {query.shape}", "[B, T, H, K], or [T, H, K] with cu_seqlens")
-    return known_size("query", query.shape[-2], "heads")
+    arrays = {"query": query, "key": floating("key", key), "value": floating("value", value)}
+    # other ranks are found wrong later
+    fitting = {name: x for name, x in arrays.items() if x.ndim == query.ndim}
+    return max(known_size(name, x.shape[-2], "heads") for name, x in fitting.items())
 
 
-def gate_per_head(g: Any, query: Any) -> jax.Array:
+def gate_per_head(g: Any, query: Any, key: Any, value: Any) -> jax.Array:
     """`g`, one number a head and token, with a last dimension of 1."""
     g = floating("g", g)
-    heads(query)
-    if g.shape != query.shape[:-1]:
-        fail("g", f"shape {g.shape}", f"{query.shape[:-1]}, one number for each token and head of query")
+    expected = (*floating("query", query).shape[:-2], heads(query, key, value))
+    if g.shape != expected:
+        fail("g", f"shape {g.shape}", f"{expected}, one number for each token and head")
     return g[..., None]
 
 

@@ -62,6 +62,10 @@ class Dims:
                 return
         fail(argument, f"shape {shape}", self._words(of_rank) + hint)
 
+    def bind(self, letter: str, size: int, argument: str) -> None:
+        """Says what a letter stands for from here on, and whose size that is."""
+        self.sizes[letter], self._source[letter] = size, argument
+
     def _fits(self, word: str, size: int) -> bool:
         if "|" in word:
             return any(self._fits(part, size) for part in word.split("|"))

@@ -97,7 +97,8 @@ def recurrent(
         out_specs=(sliced, jax.P()),
         axis_names={axis_name},
     )
-    results = _result_specs(_sharding.over(axis_name, _sharding.spec_of(query), -3), cu_seqlens is not None)
+    spec = _sharding.spec_of(_sharding.widest(query, key, value))
+    results = _result_specs(_sharding.over(axis_name, spec, -3), cu_seqlens is not None)
     return _sharding.partitioned(run, results, arrays, mesh=mesh)
 
 
@@ -115,19 +116,19 @@ def recurrent_gla(
 
 def simple_gla(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, **options: Any) -> Result:
     """`ejkernel.simple_gla` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, _checks.gate_per_head(g, query), **options)
+    return recurrent(query, key, value, _checks.gate_per_head(g, query, key, value), **options)
 
 
 def retention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
     """`ejkernel.retention` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, g_gamma=retention_decay(query), **options)
+    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
 
 
 def lightning_attn(
     query: jax.Array, key: jax.Array, value: jax.Array, layer_idx: ArrayLike, num_layers: int, **options: Any
 ) -> Result:
     """`ejkernel.lightning_attn` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, g_gamma=lightning_decay(query, layer_idx, num_layers), **options)
+    return recurrent(query, key, value, g_gamma=lightning_decay(query, key, value, layer_idx, num_layers), **options)
 
 
 def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
@@ -135,9 +136,9 @@ def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **optio
     return recurrent(query, key, value, **options)
 
 
-def _result_specs(query: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
-    """How output and final state are sharded where shardings are explicit and the query's is this."""
-    *rows, tokens, heads, _ = query
+def _result_specs(spec: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
+    """How output and final state are sharded where shardings are explicit, from that of an array with all heads."""
+    *rows, tokens, heads, _ = spec
     return jax.P(*rows, tokens, heads, None), jax.P(None if packed else rows[0], heads, None, None)
 
 
@@ -146,13 +147,15 @@ def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, device
     initial = arrays.get("initial_state")
     local = {name: x for name, x in arrays.items() if name != "initial_state"}
     if "cu_seqlens" in local:
-        _checks.heads(local["query"])
+        _checks.heads(*map(local.get, PER_TOKEN[:3]))
         tokens = local["query"].shape[-3]
         borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
         local["cu_seqlens"] = jnp.clip(borders - (lax.axis_index(axis) * tokens).astype(borders.dtype), 0, tokens)
     query, key, value, g, gk, gv = map(local.get, PER_TOKEN)
     _checks.linear_attention(query, key, value, g, local.get("g_gamma"), gk, gv, initial, local.get("cu_seqlens"))
-    results = _result_specs(_sharding.spec_of(local["query"]), "cu_seqlens" in local)
+    results = _result_specs(
+        _sharding.spec_of(_sharding.widest(*map(local.__getitem__, PER_TOKEN[:3]))), "cu_seqlens" in local
+    )
     return _sharding.partitioned(partial(_composed, options=options, axis=axis), results, local, initial)
 
 
@@ -179,7 +182,7 @@ def _composed(local: dict[str, Any], initial: jax.Array | None, options: dict[st
 def _total_decay(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """What a state is multiplied by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
     unbatched, borders = arrays["query"].ndim == 3, arrays.get("cu_seqlens")
-    tokens, heads = arrays["query"].shape[-3], arrays["query"].shape[-2]
+    tokens, heads = arrays["query"].shape[-3], _checks.heads(arrays["query"], arrays["key"], arrays["value"])
     dtype = jnp.float64 if arrays["query"].dtype == jnp.float64 else jnp.float32
 
     def over_tokens(name: str) -> jax.Array:

@@ -15,9 +15,9 @@ class Call:
 
     | array | shape |
     |---|---|
-    | `query` | `[B, T, H, K]` |
-    | `key` | `[B, T, Hkv, K]` |
-    | `value` | `[B, T, Hkv, V]` |
+    | `query` | `[B, T, ·, K]` |
+    | `key` | `[B, T, ·, K]` |
+    | `value` | `[B, T, ·, V]`; each of the three has a number of heads of its own that divides `H` |
     | `log_decay` | by `decay`: `None`; `constant` `[N, H]`; `head` `[B, T, H]`; `key` `[B, T, H, K]` |
     | `value_log_decay` | `[B, T, H, V]` or `None` |
     | `initial_state` | `[N, H, K, V]` or `None` for zeros |
@@ -29,7 +29,6 @@ class Call:
     batch: int
     tokens: int
     heads: int
-    kv_heads: int
     key_dim: int
     value_dim: int
     sequences: int
@@ -40,9 +39,9 @@ class Call:
     reverse: bool
     dtype: np.dtype
 
-    def result_specs(self, query: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
-        """How the results are sharded where shardings are explicit and the query's is this."""
-        rows, tokens, heads, _ = query
+    def result_specs(self, tokens: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+        """How the results are sharded where shardings are explicit and this is that of an array with all heads."""
+        rows, tokens, heads, _ = tokens
         return PartitionSpec(rows, tokens, heads, None), PartitionSpec(None if self.packed else rows, heads, None, None)
 
     @property

@@ -95,6 +95,8 @@ SHAPES = [
     {"name": "whole-chunks", "T": 320},
     {"name": "no-state", "state": False},
     {"name": "shared-heads", "Hkv": 1},
+    {"name": "shared-queries", "shared": (1, 1, 4), "V": 64},
+    {"name": "shared-by-each", "shared": (2, 1, 4)},
     {"name": "odd-dims", "K": 72, "V": 40},
     {"name": "reverse", "reverse": True},
     {"name": "packed", **UNEVEN},

@@ -111,7 +111,8 @@ def fold_key_gates(
     shared: dict[str, Any] = {
         "length": chunk,
         "H": heads,
-        "HKV": call.kv_heads,
+        "HQ": query.shape[2],
+        "HK": key.shape[2],
         "K": dim,
         "C": chunk,
         "START": start,
@@ -160,7 +161,7 @@ def fold_key_gates(
 
 
 def unfold_key_gates(
-    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, key_dtype: Any
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, dtypes: Any
 ) -> list[jax.Array]:
     """Gradients of query, key and key gates from those of the folded query and key."""
     call, config = launcher.call, launcher.config
@@ -176,7 +177,7 @@ def unfold_key_gates(
         "FLIP": call.reverse,
     }
     hat = (call.batch, call.tokens, call.heads, call.key_dim)
-    gradients = [shape(*hat, dtype=call.dtype), shape(*hat, dtype=key_dtype)]
+    gradients = [shape(*hat, dtype=each) for each in dtypes]
     fine = call.dtype == F32
     programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
     width, block = padded(call.key_dim), config.exact.block
@@ -190,7 +191,9 @@ def unfold_key_gates(
         HEADS=_heads_at_once(call.heads),
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
-        HKV=call.kv_heads,
+        HQ=query.shape[2],
+        HK=key.shape[2],
+        HV=value.shape[2],
         START=arrays[4] is not None,
         KP=width,
         # three tiles are added up at once, where the scores are one

@@ -47,12 +47,11 @@ def backward(
     tile = config.dots or config.gradient if wanted and not is_key else config.gradient
     ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale)
     start_scale = 1.0 if plan.segmented(call) else scale
-    # heads that share a key are added up in float32
-    shared = F32 if call.heads != call.kv_heads else call.dtype
+    by_query, by_key, by_value = (_dtype_of_gradient(call, x) for x in (query, key, value))
     of_value = walk(
         *(launcher, "dvalue", khat, qhat, doutput, gates, ends),
         tile=config.output,
-        dtype=shared,
+        dtype=by_value,
         last=initial_state is not None,
         start_scale=start_scale,
         last_scale=call.scale,
@@ -60,13 +59,13 @@ def backward(
     of_query = walk(
         *(launcher, "dquery", doutput, value, khat, gates, first),
         tile=tile,
-        dtype=F32 if is_key else call.dtype,
+        dtype=F32 if is_key else by_query,
         gate_gradient=query if wanted else None,
     )
     of_key = walk(
         *(launcher, "dkey", value, doutput, qhat, gates, ends),
         tile=tile,
-        dtype=F32 if is_key else shared,
+        dtype=F32 if is_key else by_key,
         start_scale=start_scale,
         gate_gradient=key if wanted else None,
     )
@@ -74,7 +73,7 @@ def backward(
     dgate = None
     if is_key:
         hats = (qhat, khat, dquery, dkey, of_query.borders, of_key.borders)
-        dquery, dkey, dgate = unfold_key_gates(launcher, arrays, gates, doutput, hats, shared)
+        dquery, dkey, dgate = unfold_key_gates(launcher, arrays, gates, doutput, hats, (by_query, by_key))
     elif wanted:
         met = None if initial_state is None else _met(initial_state.astype(F32), dstart)
         borders = of_query.borders, of_key.borders
@@ -84,7 +83,7 @@ def backward(
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
     elif log_decay is not None:
         dgate = jnp.zeros_like(log_decay)
-    dkey, dvalue = _sum_shared(call, dkey), _sum_shared(call, dvalue)
+    dquery, dkey, dvalue = (_sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
     return dquery, dkey, dvalue, dgate, None if initial_state is None else dstart.astype(initial_state.dtype)
 
 
@@ -93,11 +92,16 @@ def _met(state: jax.Array, dstate: jax.Array) -> jax.Array:
     return jnp.where(state == 0, 0, state * dstate).sum((2, 3))
 
 
-def _sum_shared(call: Call, x: jax.Array) -> jax.Array:
-    """Adds up the query heads that share a key."""
-    if call.heads == call.kv_heads:
-        return x
-    return x.reshape(*x.shape[:2], call.kv_heads, -1, x.shape[-1]).sum(3).astype(call.dtype)
+def _dtype_of_gradient(call: Call, x: jax.Array) -> Any:
+    """What each head's gradient of `x` comes in: heads that share it are added up in float32."""
+    return call.dtype if x.shape[2] == call.heads else F32
+
+
+def _sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
+    """The gradient of `x` from each head's: heads that share it are added up."""
+    if x.shape[2] == call.heads:
+        return dx
+    return dx.reshape(*x.shape[:3], -1, x.shape[-1]).sum(3).astype(call.dtype)
 
 
 def _sum_tokens(call: Call, dgate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
@@ -150,7 +154,9 @@ def _step(
         tile=tile,
         aliases={4: 1} if in_place else None,
         H=call.heads,
-        HKV=call.kv_heads,
+        HQ=query.shape[2],
+        HK=key.shape[2],
+        HV=value.shape[2],
         K=call.key_dim,
         V=call.value_dim,
         BK=padded(call.key_dim),

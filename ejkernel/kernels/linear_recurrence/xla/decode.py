@@ -23,9 +23,8 @@ def step(
     einsum: Einsum,
 ) -> tuple[jax.Array, jax.Array]:
     """`recurrent` for `T = 1`; a donated `state` is updated in place."""
-    dtype, groups = call.state_dtype, call.heads // call.kv_heads
-    q = query[:, 0].astype(dtype)  # [B, H, K]
-    k, v = (jnp.repeat(x[:, 0].astype(dtype), groups, axis=1) for x in (key, value))
+    dtype = call.state_dtype
+    q, k, v = (jnp.repeat(x[:, 0].astype(dtype), call.heads // x.shape[2], axis=1) for x in (query, key, value))
     written = k[..., :, None] * v[..., None, :]  # [B, H, K, V]
     if state is not None:
         a = log_decay if log_decay is None or call.decay == "constant" else log_decay[:, 0]

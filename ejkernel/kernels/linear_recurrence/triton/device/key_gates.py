@@ -43,11 +43,13 @@ def fold_half(
     n_read,
     i_row,
     i_h,
+    i_qh,
     i_kh,
     o_k,
     m_k,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
     LATE: tl.constexpr,
@@ -67,15 +69,15 @@ def fold_half(
             i1, i2, i3 = i0 - 1, i0 - 2, i0 - 3
         m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
         i_token = token_of(i_first, n_rows, i0, FLIP)
-        o_q = (i_token * H + i_h) * K + o_k
+        o_hat = (i_token * H + i_h) * K + o_k
         if START or LATE:
-            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, m0, m1, m2, m3)
+            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, m0, m1, m2, m3)
         else:
             # the first gate meets no state, and must not make an infinite one of it
             e0, e1, e2, e3 = m0 & (i0 > 0), m1 & (i1 > 0), m2 & (i2 > 0), m3 & (i3 > 0)
-            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, e0, e1, e2, e3)
-        q0, q1, q2, q3 = load_four(p_q, o_q, SIGN * H * K, m0, m1, m2, m3)
-        k0, k1, k2, k3 = load_four(p_k, (i_token * HKV + i_kh) * K + o_k, SIGN * HKV * K, m0, m1, m2, m3)
+            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, e0, e1, e2, e3)
+        q0, q1, q2, q3 = load_four(p_q, (i_token * HQ + i_qh) * K + o_k, SIGN * HQ * K, m0, m1, m2, m3)
+        k0, k1, k2, k3 = load_four(p_k, (i_token * HK + i_kh) * K + o_k, SIGN * HK * K, m0, m1, m2, m3)
         if LATE:
             s0 = b_sum + g0 * LOG2E
             s1 = s0 + g1 * LOG2E
@@ -94,8 +96,8 @@ def fold_half(
             w0, w1, w2, w3 = tl.exp2(s0), tl.exp2(s1), tl.exp2(s2), tl.exp2(s3)
         b_most = tl.maximum(b_most, tl.maximum(tl.abs(s1), tl.abs(s2)))
         b_most = tl.maximum(b_most, tl.maximum(tl.abs(s3), tl.abs(b_sum)))
-        store_four(p_qhat, o_q, SIGN * H * K, q0 * u0, q1 * u1, q2 * u2, q3 * u3, m0, m1, m2, m3)
-        store_four(p_khat, o_q, SIGN * H * K, k0 * w0, k1 * w1, k2 * w2, k3 * w3, m0, m1, m2, m3)
+        store_four(p_qhat, o_hat, SIGN * H * K, q0 * u0, q1 * u1, q2 * u2, q3 * u3, m0, m1, m2, m3)
+        store_four(p_khat, o_hat, SIGN * H * K, k0 * w0, k1 * w1, k2 * w2, k3 * w3, m0, m1, m2, m3)
     return b_sum, b_most
 
 
@@ -114,7 +116,8 @@ def fold_gates(
     p_late,
     p_flag,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
@@ -130,16 +133,17 @@ def fold_gates(
     i_block = i_program // H
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_row = i_c * C
-    i_kh = i_h // (H // HKV)
+    i_qh = i_h // (H // HQ)
+    i_kh = i_h // (H // HK)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     b_early, b_most = fold_half(
-        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
-        H, HKV, K, HALF, False, START, FLIP,
+        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
+        H, HQ, HK, K, HALF, False, START, FLIP,
     )  # fmt: skip
     b_late, b_most_late = fold_half(
-        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_kh, o_k, m_k,
-        H, HKV, K, HALF, True, START, FLIP,
+        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
+        H, HQ, HK, K, HALF, True, START, FLIP,
     )  # fmt: skip
     is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > LIMIT
     i_chunk = i_program.to(tl.int64)

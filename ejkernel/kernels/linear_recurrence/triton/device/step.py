@@ -22,7 +22,9 @@ def step(
     p_out,
     p_last,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -59,20 +61,22 @@ def step(
         b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
     for i_row in range(0, n_rows):
         i_token = token_of(i_first, n_rows, i_row, FLIP)
-        i_q = i_token * H + i_h
-        i_k = i_token * HKV + i_h // (H // HKV)
+        i_here = i_token * H + i_h
+        i_q = i_token * HQ + i_h // (H // HQ)
+        i_k = i_token * HK + i_h // (H // HK)
+        i_v = i_token * HV + i_h // (H // HV)
         b_q = tl.load(p_q + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_k = tl.load(p_k + i_k * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_v = tl.load(p_v + i_k * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_v = tl.load(p_v + i_v * V + o_v, mask=m_v, other=0.0).to(tl.float32)
         if DECAY == "head":
-            b_gate = tl.load(p_gate + i_q, mask=is_real, other=0.0).to(tl.float32)
+            b_gate = tl.load(p_gate + i_here, mask=is_real, other=0.0).to(tl.float32)
             b_state = faded(b_state, b_gate * LOG2E)
         elif DECAY == "key":
-            b_gate = tl.load(p_gate + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_gate = tl.load(p_gate + i_here * K + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_state = faded(b_state, (b_gate * LOG2E)[:, None])
         elif DECAY == "constant":
             b_state = faded(b_state, b_gate * LOG2E)
         b_state = b_state + b_k[:, None] * b_v[None, :]
         b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
-        tl.store(p_out + i_q * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
+        tl.store(p_out + i_here * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
     tl.store(p_last + o_state, b_state, mask=m_state)

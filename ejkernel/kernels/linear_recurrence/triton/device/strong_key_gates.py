@@ -59,7 +59,8 @@ def load_part(
     o_r,
     o_k,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     PAD: tl.constexpr,
@@ -68,8 +69,8 @@ def load_part(
     FINE: tl.constexpr,
 ):
     """Some key dims of a chunk's queries and keys, and the sums of their gates to either end."""
-    b_q = load_columns(p_q, i_token, i_h, o_t, m_read, o_k, H, K, PAD, WIDE)
-    b_k = load_columns(p_k, i_token, i_h // (H // HKV), o_t, m_read, o_k, HKV, K, PAD, WIDE)
+    b_q = load_columns(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, WIDE)
+    b_k = load_columns(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, WIDE)
     b_since, b_until = sums_to_ends(p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, H, K, KP, PAD, C, FINE)
     return b_q, b_k, b_since, b_until
 
@@ -91,7 +92,8 @@ def exact_scores(
     p_score,
     p_sum,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     BK: tl.constexpr,
@@ -135,7 +137,8 @@ def exact_scores(
                     o_r,
                     o_k,
                     H,
-                    HKV,
+                    HQ,
+                    HK,
                     K,
                     KP,
                     PAD,
@@ -187,7 +190,9 @@ def exact_gradients(
     p_dk,
     p_sum,
     H: tl.constexpr,
-    HKV: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -215,7 +220,6 @@ def exact_gradients(
     for i_part in tl.range(0, HEADS, disable_licm=True):
         i_program = tl.program_id(0) * HEADS + i_part
         i_h = i_program % H
-        i_kh = i_h // (H // HKV)
         if tl.load(p_flag + i_program.to(tl.int64)) != 0:
             i_token, o_r, o_t, m_read, m_gate = enter(
                 p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, START, PACKED, FLIP, FINE
@@ -226,7 +230,7 @@ def exact_gradients(
             for i_v in range(0, (V + BV - 1) // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
                 b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, WIDE)
-                b_v = load_rows(p_v, i_token, i_kh, o_t, m_read, o_v, HKV, V, V % BV != 0, WIDE)
+                b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, V % BV != 0, WIDE)
                 b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
             # pairs of one level meet both ways: row of q with row of k, and back
             b_dboth = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0)) * SCALE
@@ -248,7 +252,8 @@ def exact_gradients(
                     o_r,
                     o_k,
                     H,
-                    HKV,
+                    HQ,
+                    HK,
                     K,
                     KP,
                     PAD,
