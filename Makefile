@@ -74,18 +74,18 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	@echo "installing into $(VENV), which takes about half a minute"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[layers,cli]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[layers,cli]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 $(VENV)-newest/.dev: pyproject.toml
 	$(NEWEST) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade jax -e '.[dev]'
+	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --upgrade jax -e '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev,docs]'
 	touch $@
