@@ -321,6 +321,8 @@ ALONG = [
 
 # the other fronts there hand their options on
 SLICED = tuple(inspect.signature(parallel.recurrent).parameters)
+CORRECTED = (*inspect.signature(parallel.delta_rule).parameters, "g")
+BETA, GATE = {"beta": ones(2, 6, 4)}, {"g": ones(2, 6, 4)}
 
 
 def without(rows: list[Row], *names: str) -> list[Row]:
@@ -330,15 +332,15 @@ def without(rows: list[Row], *names: str) -> list[Row]:
 OPS = {
     "recurrent": Op(ejkernel.recurrent, QKV, RECURRENT),
     "recurrent_gla": Op(ejkernel.recurrent_gla, QKV | {"g": X}, LINEAR),
-    "delta_rule": Op(ejkernel.delta_rule, QKV | {"beta": ones(2, 6, 4)}, DELTA),
+    "delta_rule": Op(ejkernel.delta_rule, QKV | BETA, DELTA),
     "gated_delta_rule": Op(
         ejkernel.gated_delta_rule,
-        QKV | {"beta": ones(2, 6, 4), "g": ones(2, 6, 4)},
+        QKV | BETA | GATE,
         [*DELTA, ({"g": X}, ValueError, r"g: got shape \(2, 6, 4, 8\); expected \[B, T, H\]")],
     ),
     "kda": Op(
         ejkernel.kda,
-        QKV | {"beta": ones(2, 6, 4), "g": X},
+        QKV | BETA | {"g": X},
         [*DELTA, ({"g": ones(2, 6, 4, 1)}, ValueError, r"g: got shape \(2, 6, 4, 1\); expected \[B, T, H, K\]")],
     ),
     "simple_gla": Op(ejkernel.simple_gla, QKV | {"g": ones(2, 6, 4)}, [*without(LINEAR, "query"), *HEAD_GATE]),
@@ -498,6 +500,11 @@ OPS = {
     "parallel.lightning_attn": Op(
         parallel.lightning_attn, QKV | MESH | {"layer_idx": 1, "num_layers": 3}, LAYER_NUMBER
     ),
+    "parallel.delta_rule": Op(parallel.delta_rule, QKV | MESH | BETA, [*DELTA, *ALONG]),
+    "parallel.gated_delta_rule": Op(
+        parallel.gated_delta_rule, QKV | MESH | BETA | GATE, [*DELTA[:6], *ALONG], CORRECTED
+    ),
+    "parallel.kda": Op(parallel.kda, QKV | MESH | BETA | {"g": X}, [*DELTA[:6], *ALONG], CORRECTED),
     "parallel.flash_attention": Op(
         parallel.flash_attention,
         QKV | MESH,

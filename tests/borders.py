@@ -50,17 +50,11 @@ def ops() -> dict[str, Taker]:
         "lightning_attn": (X, KEYS, VALUES),
         "linear_attention": (X, KEYS, VALUES),
         "flash_attention": (X, KEYS, VALUES),
+        "delta_rule": (X, KEYS, VALUES, GATES[..., 1]),
+        "gated_delta_rule": (X, KEYS, VALUES, GATES[..., 0], GATES[..., 1]),
+        "kda": (X, KEYS, VALUES, GATES, GATES[..., 1]),
     }
-    beta = GATES[..., 1]
-    alone = {
-        "delta_rule": (X, KEYS, VALUES, beta),
-        "gated_delta_rule": (X, KEYS, VALUES, GATES[..., 0], beta),
-        "kda": (X, KEYS, VALUES, GATES, beta),
-    }
-    found = {
-        name: Taker(lambda cu, name=name, given=given: getattr(ejkernel, name)(*given, cu_seqlens=cu))
-        for name, given in alone.items()
-    }
+    found = {}
     for name, given in arrays.items():
         options = layer if name == "lightning_attn" else {"causal": True} if name == "flash_attention" else {}
         one, many = (functools.partial(getattr(each, name), **options) for each in (ejkernel, parallel))
@@ -68,7 +62,7 @@ def ops() -> dict[str, Taker]:
         found[f"parallel.{name}"] = Taker(
             lambda cu, many=many, given=given: many(*given, cu_seqlens=cu, axis_name="time", mesh=MESH)
         )
-    for name in ("recurrent", "flash_attention"):
+    for name in ("recurrent", "delta_rule", "flash_attention"):
         found[f"parallel.{name}, sliced"] = Taker(sliced(getattr(parallel, name), *arrays[name]))
     return found
 

@@ -57,6 +57,7 @@ class Op:
             if name in INTEGERS:
                 return INTEGERS[name]
             x = random.normal(size=[SIZES[each] for each in dims]).astype(np.float32)
+            x = np.tanh(abs(x)) if name == "beta" else x
             return x > 0 if name in ("mask", "attention_mask") else -abs(x) if name in GATES else x
 
         return {name: one(name, dims) for name, dims in self.arrays.items()}
@@ -99,6 +100,10 @@ SPREADABLE = [
     softmax("flash_attention", {"softmax_aux": "HZ"}, what="sinks", causal=True),
     softmax("flash_attention", {"softmax_scale": ""}, what="window, scale", sliding_window=(2, 1)),
     softmax("flash_attention", {"softmax_aux": "Z"}, STREAM, ("THV",), what="packed", causal=True),
+    linear("kda", {"g": "BTHK", "beta": "BTH", "initial_state": "HKV"}, what="state for all", normalize=True),
+    linear("gated_delta_rule", {"g": "BTH", "beta": "BTH", "initial_state": "BHKV"}, what="state each", reverse=True),
+    packed("delta_rule", {"beta": "TH", "softmax_scale": ""}, normalize=True),
+    packed("kda", {"g": "THK", "beta": "TH", "initial_state": "NHKV"}, what="packed, state each"),
 ]
 ALONE = [
     linear("recurrent", {"g": "BOHK", "g_gamma": "H", "initial_state": "BHKV"}, STEP, ("BOHV", "BHKV"), "step"),

@@ -7,7 +7,9 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 from conftest import assert_close
+from delta_rule_cases import Case as DeltaCase
 from linear_attention_cases import Case
 from mesh_checks import PARTS as MESH_PARTS
 from ring_checks import PARTS as RING_PARTS
@@ -84,6 +86,59 @@ def collectives():
         assert hlo.totals(found[0])[0] == most, found
 
 
+SHARED = {"heads": 4, "own_heads": (2, 2, 4), "state": "each", "unbatched": True}
+DELTA_RULE = [
+    [DeltaCase("no gate", tokens=40, beta="any")],
+    [DeltaCase("head", tokens=40, gate="ordinary", state="all", options={"reverse": True, "softmax_scale": 0.3})],
+    [
+        # borders on, before and after those of devices of 5 tokens; empty ones; one over all
+        DeltaCase("key packed", gate="mixed", per_key=True, lengths=lengths, padding=padding, **SHARED)
+        for lengths, padding in (((5, 0, 4, 2, 24), 5), ((0, 40, 0, 0, 0), 0), ((3, 1, 7, 28, 1), 0))
+    ],
+]
+
+
+def delta_rule():
+    """Results and gradients are the oracle's; one collective forward and one backward, of one matrix and state each."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    with jax.enable_x64(True):
+        for cases in DELTA_RULE:
+
+            @jax.jit
+            def run(arrays, borders, cases=cases):
+                along = {"axis_name": "time", "mesh": mesh}
+                return getattr(parallel, cases[0].op)(**arrays, **borders, **cases[0].options, **along)
+
+            @jax.jit
+            def with_gradients(arrays, borders, cotangents, run=run):
+                results, pull = jax.vjp(partial(run, borders=borders), arrays)
+                return results, pull(cotangents)[0]
+
+            for number, case in enumerate(cases):
+                arrays, borders = split(case.arrays())
+                shapes = jax.eval_shape(run, arrays, borders)
+                cotangents = tuple(np.cos(np.arange(x.size)).reshape(x.shape) for x in shapes)
+                (output, final), grads = with_gradients(arrays, borders, cotangents)
+                d_output, d_final = cotangents
+                wanted = oracle.delta_rule(
+                    **arrays, **borders, **case.options, d_output=d_output, d_final_state=d_final
+                )
+                assert_close(output, wanted[0], 1e-12, f"{case} {number}: output")
+                assert_close(final, wanted[1], 1e-12, f"{case} {number}: final state")
+                for name, x in wanted[2].items():
+                    assert_close(grads[name], x, 1e-11, f"{case} {number}: gradient of {name}")
+        # of the last
+        text = with_gradients.lower(arrays, borders, cotangents).compile().as_text()
+        numbers = DEVICES * final.size // case.value_dim  # a device's, over the value dims
+        gathered = 8 * numbers * (case.key_dim + case.value_dim)
+        assert hlo.collectives(text) == {
+            ("all-gather", gathered): 1,
+            ("all-reduce", 8 * numbers * case.value_dim): 1,
+        }, hlo.collectives(text)
+        text = run.lower(arrays, borders).compile().as_text()
+        assert hlo.collectives(text) == {("all-gather", gathered): 1}
+
+
 def sharding():
     """Ops on one device's code partition over batch and heads without any communication, whatever kind the axes are."""
     ops = {
@@ -156,5 +211,5 @@ def errors():
 
 
 if __name__ == "__main__":
-    parts = {each.__name__: each for each in (values, collectives, sharding, family, errors)}
+    parts = {each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors)}
     (parts | MESH_PARTS | RING_PARTS)[sys.argv[1]]()

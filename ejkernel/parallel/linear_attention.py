@@ -1,26 +1,21 @@
 """The gated linear recurrence with its tokens spread over a mesh axis.
 
-Each device finds what its slice of the tokens does to a state: multiply it by a decay, add a state. These pairs, whose
-size does not depend on the number of tokens, are gathered in one collective, and each device composes the pairs
-before its own into the state that its slice starts from. A decay is only ever multiplied by, never divided by.
+A slice of the tokens multiplies a state by a decay. A decay is only ever multiplied by, never divided by.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from ejkernel import _checks, _sharding
-from ejkernel.kernels import _varying
+from ejkernel import _checks
 from ejkernel.linear_attention import lightning_decay, retention_decay
 from ejkernel.linear_attention import recurrent as on_one_device
+from ejkernel.parallel import _tokens
+from ejkernel.parallel._tokens import Arrays, Result
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
 
-Result = tuple[jax.Array, jax.Array]
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
 
@@ -64,7 +59,7 @@ def recurrent(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    arrays: dict[str, Any] = {
+    arrays = {
         "query": query,
         "key": key,
         "value": value,
@@ -75,31 +70,8 @@ def recurrent(
         "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
     }
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
-    if isinstance(softmax_scale, jax.Array | np.ndarray):
-        arrays["softmax_scale"] = options.pop("softmax_scale")
-    if mesh is None:
-        return _on_slice(arrays, options, axis_name, _checks.bound_axis(axis_name))
-    devices = _checks.mesh_axis(mesh, axis_name)
-    # here, since what a shard_map is given must have the ranks that its specs say
-    checked = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
-    unbatched = checked.unbatched
-    _checks.divisible_time(checked.query.shape[1], axis_name, devices)
-    if checked.cu_seqlens is not None:
-        arrays["cu_seqlens"] = checked.cu_seqlens
-    sliced = jax.P(axis_name) if unbatched else jax.P(None, axis_name)
-    specs = {name: sliced if name in PER_TOKEN else jax.P() for name in arrays}
-    run = jax.shard_map(
-        partial(_on_slice, options=options, axis=axis_name, devices=devices),
-        mesh=_sharding.as_auto(mesh),
-        in_specs=(specs,),
-        out_specs=(sliced, jax.P()),
-        axis_names={axis_name},
-    )
-    spec = _sharding.spec_of(_sharding.widest(query, key, value))
-    results = _result_specs(_sharding.over(axis_name, spec, -3), cu_seqlens is not None)
-    return _sharding.partitioned(run, results, arrays, mesh=mesh)
+    options = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
+    return _tokens.spread(RECURRENCE, arrays, options, axis_name, mesh)
 
 
 def recurrent_gla(
@@ -136,50 +108,18 @@ def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **optio
     return recurrent(query, key, value, **options)
 
 
-def _result_specs(spec: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
-    """How output and final state are sharded where shardings are explicit, from that of an array with all heads."""
-    *rows, tokens, heads, _ = spec
-    return jax.P(*rows, tokens, heads, None), jax.P(None if packed else rows[0], heads, None, None)
+def _check(arrays: Arrays) -> _checks.LinearAttention:
+    names = (*PER_TOKEN[:3], "g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens")
+    return _checks.linear_attention(*map(arrays.get, names))
 
 
-def _on_slice(arrays: dict[str, Any], options: dict[str, Any], axis: str, devices: int) -> Result:
-    """The call on this device's slice of the tokens, arrays by name."""
-    initial = arrays.get("initial_state")
-    local = {name: x for name, x in arrays.items() if name != "initial_state"}
-    if "cu_seqlens" in local:
-        _checks.heads(*map(local.get, PER_TOKEN[:3]))
-        tokens = local["query"].shape[-3]
-        borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
-        local["cu_seqlens"] = jnp.clip(borders - (lax.axis_index(axis) * tokens).astype(borders.dtype), 0, tokens)
-    query, key, value, g, gk, gv = map(local.get, PER_TOKEN)
-    _checks.linear_attention(query, key, value, g, local.get("g_gamma"), gk, gv, initial, local.get("cu_seqlens"))
-    results = _result_specs(
-        _sharding.spec_of(_sharding.widest(*map(local.__getitem__, PER_TOKEN[:3]))), "cu_seqlens" in local
-    )
-    return _sharding.partitioned(partial(_composed, options=options, axis=axis), results, local, initial)
+def _effect(arrays: Arrays, options: Arrays) -> jax.Array:
+    """Both decays and the added state: `[N, H, K + 1, V + 1]`."""
+    _, added = on_one_device(**arrays, **options)  # [N, H, K, V]
+    return _packed(*_total_decay(arrays), added)
 
 
-def _composed(local: dict[str, Any], initial: jax.Array | None, options: dict[str, Any], axis: str) -> Result:
-    """The call on this device's slice, with borders of sequences as they lie in it."""
-    me = lax.axis_index(axis)
-    _, added = on_one_device(**local, **options)  # [N, H, K, V]
-    # without a record of what varies, the gradient of an invariant gather would leave out other devices' parts
-    tracked = axis in _varying.axes(me)
-    packed = _packed(*_total_decay(local), added)
-    effects = lax.all_gather(packed, axis, to="invarying" if tracked else "varying")  # [devices, …]
-
-    def compose(state: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
-        decay, value_decay, added = _unpacked(effect)
-        return decay * value_decay * state + added, state
-
-    start = jnp.zeros((), added.dtype) if initial is None else initial.astype(added.dtype)
-    start, effects = _varying.align((jnp.broadcast_to(start, added.shape), effects))
-    final, before = lax.scan(compose, start, effects, reverse=options["reverse"])
-    output, _ = on_one_device(**local, **options, initial_state=lax.dynamic_index_in_dim(before, me, keepdims=False))
-    return output, final
-
-
-def _total_decay(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+def _total_decay(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """What a state is multiplied by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
     unbatched, borders = arrays["query"].ndim == 3, arrays.get("cu_seqlens")
     tokens, heads = arrays["query"].shape[-3], _checks.heads(arrays["query"], arrays["key"], arrays["value"])
@@ -207,12 +147,19 @@ def _total_decay(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(decay: jax.Array, value_decay: jax.Array, added: jax.Array) -> jax.Array:
-    """Both decays and the added state as one array, so that one collective carries them: `[N, H, K + 1, V + 1]`."""
     N, H, K, V = added.shape
     column = jnp.broadcast_to(decay, (N, H, K, 1))
     row = jnp.broadcast_to(value_decay, (N, H, 1, V))
     return jnp.block([[added, column], [row, jnp.ones((N, H, 1, 1), added.dtype)]])
 
 
-def _unpacked(effect: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return effect[..., :-1, -1:], effect[..., -1:, :-1], effect[..., :-1, :-1]
+def _parts(effect: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    return (effect[..., :-1, -1:], effect[..., -1:, :-1]), effect[..., :-1, :-1]
+
+
+def _kept(decays: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
+    decay, value_decay = decays
+    return decay * value_decay * state
+
+
+RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, on_one_device, _effect, _parts, _kept)

@@ -14,7 +14,9 @@ MESHES = ("own_shard_map", "explicit_time", "explicit_heads", "explicit_utilitie
 RING = ("ring_values", "ring_windows", "ring_packed", "ring_shard_map", "ring_collectives", "ring_errors")
 
 
-@pytest.mark.parametrize("part", ["values", "collectives", "sharding", "family", "errors", *MESHES, *RING])
+@pytest.mark.parametrize(
+    "part", ["values", "collectives", "delta_rule", "sharding", "family", "errors", *MESHES, *RING]
+)
 def test_on_virtual_devices(part):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     script = Path(__file__).parents[1] / "parallel_checks.py"

@@ -1,0 +1,131 @@
+"""The delta rule with its tokens spread over a mesh axis.
+
+A slice of the tokens multiplies a state by a matrix `[K, K]`: what it makes of the unit matrix if all values are 0. So
+one call finds both this and the state that is added, from states `[I, 0]` with values `[0, v]`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel import _checks
+from ejkernel.delta_rule import delta_rule as without_gate
+from ejkernel.delta_rule import gated_delta_rule as with_gate_per_head
+from ejkernel.delta_rule import kda as with_gate_per_key
+from ejkernel.parallel import _tokens
+from ejkernel.parallel._tokens import Arrays, Result
+
+PER_TOKEN = ("query", "key", "value", "beta", "g")
+
+
+def delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    """`ejkernel.delta_rule` with the tokens sharded over a mesh axis, in one collective forward and one backward.
+
+    Without `mesh` it is called inside the caller's own `shard_map`: arrays with a token dimension are this device's
+    slice of it, everything else (`initial_state`, `cu_seqlens`) is the same on all devices, and so is the final state
+    that comes back. With `mesh` it takes and returns global arrays and does the `shard_map` itself; other axes of the
+    mesh stay as JAX has them.
+
+    Args:
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+
+    The other arguments are `ejkernel.delta_rule`'s, `cu_seqlens` counting the tokens of the whole stream: packed
+    sequences may straddle devices.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel import parallel
+        >>> mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> query = key = value = jnp.ones((2, 100, 4, 64))
+        >>> beta = jnp.full((2, 100, 8), 0.5)
+        >>> output, state = parallel.delta_rule(
+        ...     query, key, value, beta, normalize=True, axis_name="time", mesh=mesh
+        ... )
+        >>> output.shape, state.shape
+        ((2, 100, 8, 64), (2, 8, 64, 64))
+    """
+    arrays = {"query": query, "key": key, "value": value, "beta": beta}
+    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    return _spread(WITHOUT_GATE, arrays, axis_name, mesh, *options)
+
+
+def gated_delta_rule(
+    query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, **options: Any
+) -> Result:
+    """`ejkernel.gated_delta_rule` with the tokens sharded over a mesh axis; `options` are `delta_rule`'s here."""
+    return _spread(GATE_PER_HEAD, {"query": query, "key": key, "value": value, "g": g, "beta": beta}, **options)
+
+
+def kda(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, **options: Any) -> Result:
+    """`ejkernel.kda` with the tokens sharded over a mesh axis; `options` are `delta_rule`'s here."""
+    return _spread(GATE_PER_KEY, {"query": query, "key": key, "value": value, "g": g, "beta": beta}, **options)
+
+
+def _spread(
+    recurrence: _tokens.Recurrence,
+    arrays: Arrays,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    softmax_scale: float | jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize, "platform": platform}
+    return _tokens.spread(recurrence, arrays, options, axis_name, mesh)
+
+
+def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
+    given = map(arrays.get, (*PER_TOKEN, "initial_state", "cu_seqlens"))
+    query, key, value, beta, g, initial_state, borders = given
+    return _checks.delta_rule(query, key, value, beta, g, gate, initial_state, borders)
+
+
+def _effect(op: Callable[..., Result], arrays: Arrays, options: Arrays) -> jax.Array:
+    """The matrix and the added state beside each other, `[N, H, K, K + V]`."""
+    value, H, K = arrays["value"], arrays["beta"].shape[-1], arrays["key"].shape[-1]
+    nothing = jnp.zeros((*value.shape[:-1], K), value.dtype)
+    unit = jnp.eye(K, K + value.shape[-1], dtype=_checks.state_dtype(arrays["query"]))
+    state = jnp.broadcast_to(unit, (H, *unit.shape))
+    given = arrays | {"value": jnp.concatenate([nothing, value], -1), "initial_state": state}
+    return op(**given, **options)[1]
+
+
+def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
+    K = effect.shape[-2]
+    return effect[..., :K], effect[..., K:]
+
+
+def _kept(matrix: jax.Array, state: jax.Array) -> jax.Array:
+    return jnp.einsum("nhjk,nhkv->nhjv", matrix, state, precision=lax.Precision.HIGHEST)
+
+
+def _recurrence(op: Callable[..., Result], gate: str) -> _tokens.Recurrence:
+    return _tokens.Recurrence(PER_TOKEN, partial(_check, gate), op, partial(_effect, op), _parts, _kept)
+
+
+WITHOUT_GATE = _recurrence(without_gate, "")
+GATE_PER_HEAD = _recurrence(with_gate_per_head, "H")
+GATE_PER_KEY = _recurrence(with_gate_per_key, "H K")
