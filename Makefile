@@ -29,7 +29,7 @@ SMOKE := test_import.py test_dispatch.py xla_utils/test_utils.py test_linear_att
   test_attention.py::test_transformations test_flash_attention.py::test_transformations \
   layers/test_nnx_layers.py::test_prefill_and_steps_are_one_pass \
   kernels/linear_recurrence/test_triton_kernels.py::test_vmap[False] \
-  $(addprefix parallel/test_parallel.py::test_on_virtual_devices,[sharding] [ring_shard_map])
+  parallel/test_parallel.py::test_on_virtual_devices[sharding-ring_shard_map]
 
 test-newest-smoke:
 	$(MAKE) test-newest NEWEST_TESTS='$(addprefix tests/,$(SMOKE))'

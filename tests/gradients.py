@@ -10,10 +10,14 @@ from ejkernel.kernels.chunks import layout, scores, triangular
 
 def with_gradients(op, arrays, options, seed=1):
     """Output, final state and gradients of `op` by `jax.vjp`, with the cotangents that were used."""
-    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
-    moving = {name: x for name, x in arrays.items() if name not in rest}
     sizes = (layout.LARGEST_CHUNK, scores.BASE, triangular.BASE)
-    return _compiled(op, tuple(sorted(options.items())), seed, sizes)(moving, rest)
+    return _compiled(op, tuple(sorted(options.items())), seed, sizes)(*split(arrays))
+
+
+def split(arrays):
+    """Arrays that have a gradient, and borders."""
+    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    return {name: x for name, x in arrays.items() if name not in rest}, rest
 
 
 @functools.cache

@@ -117,4 +117,7 @@ def leaks():
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)}[sys.argv[1]]()
+    parts = {each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)}
+    for part in sys.argv[1:]:
+        print(part, flush=True)  # an error is the last one's
+        parts[part]()

@@ -10,8 +10,8 @@ import pytest
 DEVICES = 4
 
 
-@pytest.mark.parametrize("part", ["recurrence", "attention", "meshes", "shard_maps", "leaks"])
-def test_on_virtual_devices(part):
+@pytest.mark.parametrize("parts", [("recurrence", "attention"), ("meshes", "shard_maps", "leaks")], ids="-".join)
+def test_on_virtual_devices(parts):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     script = Path(__file__).parents[1] / "properties_parallel.py"
-    subprocess.run([sys.executable, "-W", "error", script, part], check=True, env=os.environ | {"XLA_FLAGS": flags})
+    subprocess.run([sys.executable, "-W", "error", script, *parts], check=True, env=os.environ | {"XLA_FLAGS": flags})
