@@ -11,10 +11,6 @@ from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offset
 
 LARGEST_CHUNK = 64
 
-# Chunks visited in one step are computed together as long as an array of theirs has no more numbers than this: then
-# XLA's price for starting an operation, and not the operation, is what small ones cost on a CPU.
-TOGETHER = 65536
-
 
 class Call(Protocol):
     """What the layout needs to know of a recurrence's call."""
@@ -35,6 +31,10 @@ class Call(Protocol):
     def packed(self) -> bool: ...
     @property
     def reverse(self) -> bool: ...
+    @property
+    def largest_chunk(self) -> int: ...
+    @property
+    def largest_step(self) -> int: ...
 
 
 class Chunks(NamedTuple):
@@ -55,7 +55,7 @@ class Chunks(NamedTuple):
 
 def chunk_size(call: Call) -> int:
     """A power of two, at most the tokens there are and not far above the mean length of a packed sequence."""
-    size = 1 << (min(call.tokens, LARGEST_CHUNK).bit_length() - 1)
+    size = 1 << (min(call.tokens, call.largest_chunk, LARGEST_CHUNK).bit_length() - 1)
     if call.packed:
         mean = -(-call.tokens // call.sequences)
         size = min(size, 1 << (mean - 1).bit_length())
@@ -68,10 +68,14 @@ def likely_rows(call: Call) -> int:
 
 
 def together(call: Call) -> int:
-    """How many chunks are visited in one step, a power of two."""
+    """How many chunks are visited in one step, a power of two.
+
+    They are computed together as long as an array of theirs has no more numbers than `call.largest_step`: then XLA's
+    price for starting an operation, and not the operation, is what small ones cost on a CPU.
+    """
     C = chunk_size(call)
     numbers = likely_rows(call) * call.heads * C * max(call.key_dim, call.value_dim)
-    most = min(-(-call.tokens // C), TOGETHER // numbers, 8)
+    most = min(-(-call.tokens // C), call.largest_step // numbers, 8)
     return 1 << (max(most, 1).bit_length() - 1)
 
 

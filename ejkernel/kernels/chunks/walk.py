@@ -13,8 +13,8 @@ from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.chunks.scores import Einsum
 
-# The cotangent of the state at a chunk's end, from what takes it to that at the chunk's start.
-Mirror = Callable[[Any], jax.Array]
+# The cotangent of the state at a chunk's end, from what takes it to that at its start, with what that found.
+Mirror = Callable[[Any], tuple[jax.Array, Any]]
 
 
 class Call(layout.Call, Protocol):
@@ -32,15 +32,16 @@ class Mathematics(Protocol):
     """What a recurrence does with one chunk; a module has it.
 
     `effect` is all that can be known of a chunk without the state at its start. Its `passing` is what `end` needs to
-    take a state to the chunk's end, and `output` is what the tokens read of a state. `backward` gives the cotangents of
-    the chunk's arrays from those of the unscaled output and of the state at the chunk's end; the latter it is told by
-    `mirrored`, once it has said by what `mirror` takes it on to that of the state at the chunk's start.
+    take a state to the chunk's end; what this finds on its way and others need is the second of what it gives. `output`
+    is what the tokens read of a state, told this too. `backward` gives the cotangents of the chunk's arrays from those
+    of the unscaled output and of the state at the chunk's end; the latter it is told by `mirrored`, once it has said by
+    what `mirror` takes it on to that of the state at the chunk's start, with what `mirror` found on its way.
     """
 
     def effect(self, chunk: Any, einsum: Einsum) -> Any: ...
-    def end(self, passing: Any, state: jax.Array, einsum: Einsum) -> jax.Array: ...
-    def output(self, effect: Any, state: jax.Array, einsum: Einsum) -> jax.Array: ...
-    def mirror(self, passing: Any, d_state: jax.Array, einsum: Einsum) -> jax.Array: ...
+    def end(self, passing: Any, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, Any]: ...
+    def output(self, effect: Any, state: jax.Array, found: Any, einsum: Einsum) -> jax.Array: ...
+    def mirror(self, passing: Any, d_state: jax.Array, einsum: Einsum) -> tuple[jax.Array, Any]: ...
     def backward(self, chunk: Any, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Any: ...
 
 
@@ -90,26 +91,26 @@ def _pass(
     states: States,
     step: Chunks,
     starts: jax.Array | None,
-    advance: Callable[[Any, jax.Array], jax.Array],
+    advance: Callable[[Any, jax.Array], tuple[jax.Array, Any]],
     passing: Any,
     back: bool,
-) -> tuple[States, jax.Array]:
+) -> tuple[States, tuple[jax.Array, Any]]:
     """States after a step that `advance(passing, state)` takes them through chunk by chunk, and what each chunk met.
 
-    The latter is `[chunks, rows, H, K, V]`. The first chunk of sequence `n`, or `back` its last, meets `starts[n]`, or
-    zeros.
+    The latter is `[chunks, rows, H, K, V]`, and with it comes what was found on the way. The first chunk of sequence
+    `n`, or `back` its last, meets `starts[n]`, or zeros.
     """
 
-    def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, jax.Array]:
+    def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, tuple[jax.Array, Any]]:
         chunk, passing = each
         met, ends = states
         if call.packed:
             start = jnp.zeros_like(met) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
             met = jnp.where(chunk.last if back else chunk.first, start.astype(met.dtype), met)
-        left = advance(passing, met)
+        left, found = advance(passing, met)
         if ends is not None:
             ends = lax.dynamic_update_slice_in_dim(ends, left, chunk.sequence, 0)
-        return States(left, ends), met
+        return States(left, ends), (met, found)
 
     rows, chunks = states.current.shape[0], len(step.start)
 
@@ -153,8 +154,8 @@ def forward(
     def visit(states: States, step: Chunks) -> tuple[States, Any]:
         effects = mathematics.effect(chunk(step), einsum)
         advance = functools.partial(mathematics.end, einsum=einsum)
-        states, met = _pass(call, states, step, starts, advance, effects.passing, back=False)
-        output = mathematics.output(effects, rows_first(met), einsum)
+        states, (met, found) = _pass(call, states, step, starts, advance, effects.passing, back=False)
+        output = mathematics.output(effects, rows_first(met), jax.tree.map(rows_first, found), einsum)
         output = jnp.flip(output, 2) if call.reverse else output
         output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
         output = by_chunk(output, together)  # [chunks, rows, C, H, V]
@@ -190,11 +191,11 @@ def backward(
     def visit(d_states: States, step: tuple[Chunks, jax.Array]) -> tuple[States, Any]:
         chunks, met = step
 
-        def mirrored(passing: Any) -> jax.Array:
+        def mirrored(passing: Any) -> tuple[jax.Array, Any]:
             nonlocal d_states
             advance = functools.partial(mathematics.mirror, einsum=einsum)
-            d_states, d_met = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
-            return rows_first(d_met)
+            d_states, seen = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
+            return jax.tree.map(rows_first, seen)
 
         do = call.scale * cut(call, chunks, d_output)
         grads = mathematics.backward(chunk(chunks), rows_first(met), do, mirrored, einsum)

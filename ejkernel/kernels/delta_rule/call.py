@@ -1,7 +1,7 @@
 """What is fixed when a call of the delta rule is traced."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -37,6 +37,11 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+
+    # of a chunk's tokens, and of the numbers in an array of those computed together; measured on CPUs. Chunks of 64
+    # multiply more and, where tokens reflect (beta 2), are off by twice as much.
+    largest_chunk: ClassVar[int] = 32
+    largest_step: ClassVar[int] = 32768
 
     def result_specs(self, query: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         """How the results are sharded where shardings are explicit and the query's is this."""

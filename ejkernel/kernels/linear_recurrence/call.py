@@ -1,7 +1,7 @@
 """What is fixed when a call of the gated linear recurrence is traced."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -38,6 +38,10 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+
+    # of a chunk's tokens, and of the numbers in an array of those computed together; measured on CPUs
+    largest_chunk: ClassVar[int] = 64
+    largest_step: ClassVar[int] = 65536
 
     def result_specs(self, tokens: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         """How the results are sharded where shardings are explicit and this is that of an array with all heads."""

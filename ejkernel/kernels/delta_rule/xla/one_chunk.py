@@ -36,20 +36,35 @@ class Gradients(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What takes a state to the other end of the chunk: `kept S + keyᵀ (added - recalled S)`."""
+    """What takes a state `S` to the chunk's end: `kept S + writtenᵀ u`, where `u = solution (value - recalled S)`."""
 
     kept: jax.Array  # [B, H, 1 or K, 1]
-    key: jax.Array  # [B, H, C, K]
-    added: jax.Array  # [B, H, C, V]
-    recalled: jax.Array  # [B, H, C, K]
+    written: jax.Array  # keys, decayed to the chunk's end [B, H, C, K]
+    solution: jax.Array  # of the system, for right sides without beta [B, H, C, C]
+    value: jax.Array  # [B, H, C, V]
+    recalled: jax.Array  # keys, decayed from the chunk's start [B, H, C, K]
 
 
 class Effect(NamedTuple):
-    """What a chunk makes of a state `S` at its start: it adds `u = added - recalled S`, read `query S + scores u`."""
+    """What a chunk makes of a state `S` at its start: its tokens read `query S + scores u`."""
 
     query: jax.Array  # decayed from the chunk's start [B, H, C, K]
     scores: jax.Array  # [B, H, C, C]
     passing: Passing
+
+
+class Returning(NamedTuple):
+    """What takes the cotangent `dS` of the state at the chunk's end to that at its start.
+
+    `kept dS + read - recalledᵀ dr`, where `dr = solutionᵀ (du + written dS)` is the right sides' cotangent.
+    """
+
+    kept: jax.Array
+    written: jax.Array
+    solution: jax.Array  # (I + beta overlaps)⁻¹
+    du: jax.Array  # what comes of the output [B, H, C, V]
+    read: jax.Array  # what comes of the output [B, H, K, V]
+    recalled: jax.Array  # with beta
 
 
 class _System(NamedTuple):
@@ -73,31 +88,29 @@ def _earlier(chunk: Chunk) -> np.ndarray:
 def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     """What a chunk does, whatever the state at its start."""
     between, _, solution = _system(chunk, einsum)
-    added = einsum("...ts,...sv->...tv", solution, chunk.beta * chunk.value)
-    recalled = einsum("...ts,...sk->...tk", solution, chunk.beta * (chunk.key * between.since))
-    passing = Passing(total_decay(chunk.log_decay)[..., None], chunk.key * between.until, added, recalled)
+    kept, k = total_decay(chunk.log_decay)[..., None], chunk.key
+    passing = Passing(kept, k * between.until, solution * chunk.beta.mT, chunk.value, k * between.since)
     return Effect(chunk.query * between.since, between.scores(chunk.query), passing)
 
 
-def _added(passing: Passing, state: jax.Array, einsum: Einsum) -> jax.Array:
-    return passing.added - einsum("...tk,...kv->...tv", passing.recalled, state)
+def end(passing: Passing, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
+    """The state at the chunk's end, and what tokens really add."""
+    wanted = passing.value - einsum("...tk,...kv->...tv", passing.recalled, state)
+    u = einsum("...ts,...sv->...tv", passing.solution, wanted)
+    return passing.kept * state + einsum("...tk,...tv->...kv", passing.written, u), u
 
 
-def end(passing: Passing, state: jax.Array, einsum: Einsum) -> jax.Array:
-    """The state at the chunk's end."""
-    return passing.kept * state + einsum("...tk,...tv->...kv", passing.key, _added(passing, state, einsum))
+def mirror(passing: Returning, d_state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
+    """The cotangent of the state at the chunk's start, and that of the system's right sides."""
+    du = passing.du + einsum("...tk,...kv->...tv", passing.written, d_state)
+    dr = einsum("...ts,...tv->...sv", passing.solution, du)
+    return passing.kept * d_state + passing.read - einsum("...tk,...tv->...kv", passing.recalled, dr), dr
 
 
-def mirror(passing: Passing, d_state: jax.Array, einsum: Einsum) -> jax.Array:
-    """The cotangent of the state at the chunk's start: `added [K, V]` is what comes of the output."""
-    recalled = einsum("...tk,...kv->...tv", passing.key, d_state)
-    return passing.kept * d_state + passing.added - einsum("...tk,...tv->...kv", passing.recalled, recalled)
-
-
-def output(effect: Effect, state: jax.Array, einsum: Einsum) -> jax.Array:
+def output(effect: Effect, state: jax.Array, u: jax.Array, einsum: Einsum) -> jax.Array:
     """What the chunk's tokens read, unscaled."""
     read = einsum("...tk,...kv->...tv", effect.query, state)
-    return read + einsum("...ts,...sv->...tv", effect.scores, _added(effect.passing, state, einsum))
+    return read + einsum("...ts,...sv->...tv", effect.scores, u)
 
 
 def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Gradients:
@@ -109,12 +122,9 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     wanted = v - einsum("...tk,...kv->...tv", k * since, state)  # what is to be written less what is recalled
     u = einsum("...ts,...sv->...tv", solution, beta * wanted)
     du = einsum("...ts,...tv->...sv", scores, do)
-    recalled = einsum("...ts,...sk->...tk", solution, beta * (k * since))
-    read = einsum("...tk,...tv->...kv", q * since, do) - einsum("...tk,...tv->...kv", recalled, du)
+    read = einsum("...tk,...tv->...kv", q * since, do)
     total = total_decay(chunk.log_decay)[..., None]
-    d_state = mirrored(Passing(total, k * until, read, recalled))
-    du = du + einsum("...tk,...kv->...tv", k * until, d_state)
-    dr = einsum("...ts,...tv->...sv", solution, du)
+    d_state, dr = mirrored(Returning(total, k * until, solution, du, read, beta * (k * since)))
     d_scores = einsum("...tv,...sv->...ts", do, u)
     # strictly below: a token's own key crosses no gate and meets itself in the system's diagonal, which is 1
     d_below = jnp.where(_earlier(chunk), -einsum("...tv,...sv->...ts", dr, u), 0)

@@ -62,16 +62,16 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     return Effect(q * since, None, within, kept, written)
 
 
-def end(passing: Passing, state: jax.Array, einsum: Einsum) -> jax.Array:
+def end(passing: Passing, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, None]:
     """The state at a chunk's end, or the cotangent of that at its start from that at its end."""
     kept, added = passing
-    return kept * state + added
+    return kept * state + added, None
 
 
 mirror = end
 
 
-def output(effect: Effect, state: jax.Array, einsum: Einsum) -> jax.Array:
+def output(effect: Effect, state: jax.Array, found: None, einsum: Einsum) -> jax.Array:
     """What the chunk's tokens read, unscaled."""
     read = einsum("...tk,...kv->...tv", effect.query, state)
     return effect.within + (read if effect.weight is None else read * effect.weight)
@@ -83,7 +83,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     between = pairs(k, chunk.log_decay, einsum)
     scores, since, until = between.scores(q), between.since, between.until
     total = total_decay(chunk.log_decay)[..., None]
-    d_state = mirrored((total, einsum("...tk,...tv->...kv", q * since, do)))
+    d_state, _ = mirrored((total, einsum("...tk,...tv->...kv", q * since, do)))
     d_scores = einsum("...tv,...sv->...ts", do, v)
     dq_pairs, dk_pairs = between.gradients(q, d_scores)
     dq_state = einsum("...tv,...kv->...tk", do, state) * since

@@ -67,7 +67,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
         output = output + in_second(einsum("...ts,...sv->...tv", scores, values)) * b.since
     a, b = by_key[C], by_value[C]
     total = _total_decay(chunk)
-    d_state = mirrored((total, einsum("...tk,...tv->...kv", q * a.since, do * b.since)))
+    d_state, _ = mirrored((total, einsum("...tk,...tv->...kv", q * a.since, do * b.since)))
     dq_state = einsum("...tv,...kv->...tk", do * b.since, state) * a.since
     dk_state = einsum("...tv,...kv->...tk", v * b.until, d_state) * a.until
     dv_state = einsum("...tk,...kv->...tv", k * a.until, d_state) * b.until
