@@ -77,6 +77,22 @@ def test_any_length(tokens, x64):
     check_against_oracle(case, case.arrays(), TOLERANCE["float64"])
 
 
+FEW = [
+    Case("few", tokens=2, beta="any"),
+    Case("few head", tokens=17, gate="mixed", state="all", options={"reverse": True}),
+    Case("few key", tokens=9, gate="mixed", per_key=True, state="each", heads=4, own_heads=(2, 1, 4)),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_tokens_without_gradients(case, x64):
+    """Which a CPU visits one by one."""
+    arrays = case.arrays()
+    expected = oracle.delta_rule(**arrays, **case.options)
+    for a, e in zip(getattr(ejkernel, case.op)(**arrays, **case.options), expected, strict=False):
+        assert_close(a, e, 1e-12)
+
+
 class TestWhatHoldsOfAnyCall:
     # of a size of its own: the table's calls are traced, and kept, with smaller chunks
     CASE = Case("call", tokens=70, key_dim=6, gate="ordinary", per_key=True, state="each")

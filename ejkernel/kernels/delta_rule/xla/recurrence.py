@@ -1,17 +1,20 @@
 """The delta rule of a whole call and its gradient."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import layout, walk
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.chunks.layout import Chunks
+from ejkernel.kernels.chunks.steps import by_tokens
 from ejkernel.kernels.delta_rule.call import Call
-from ejkernel.kernels.delta_rule.xla import one_chunk
+from ejkernel.kernels.delta_rule.xla import decode, one_chunk
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -35,19 +38,12 @@ def initial_states(call: Call, inputs: Inputs) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
 
 
-def decay_beside_states(call: Call, log_decay: jax.Array | None) -> list[jax.Array]:
-    """The gate of a token, `[N, H]` or `[N, H, K]` by `call.decay`, beside states; nothing if there is none."""
-    if log_decay is None:
-        return []
-    return [log_decay[..., None] if call.decay == "key" else log_decay[..., None, None]]
-
-
 def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
     """The states that sequences are entered with, if there are initial ones."""
     if inputs.initial_state is None:
         return None
     gates = None if inputs.log_decay is None else of_first_tokens(call, inputs.log_decay, cu_seqlens)
-    return decayed(inputs.initial_state.astype(call.state_dtype), *decay_beside_states(call, gates))
+    return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, gates))
 
 
 def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
@@ -68,7 +64,21 @@ def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states:
 
 
 def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+    def in_chunks() -> Results:
+        return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
+
+    def one_by_one() -> Results:
+        one, einsum = replace(call, tokens=1), walk.einsum_of(call)
+
+        def step(token: tuple[jax.Array, ...], state: jax.Array) -> Results:
+            q, k, v, beta, gate = token
+            return decode.step(one, q, k, v, beta, gate, state, einsum)
+
+        return by_tokens(step, inputs[:-1], initial_states(call, inputs), call.reverse)
+
+    if decode.pays(call):
+        return lax.platform_dependent(cpu=one_by_one, default=in_chunks)
+    return in_chunks()
 
 
 def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.chunks.first_gates import decayed
 from ejkernel.kernels.chunks.scores import Einsum
+from ejkernel.kernels.chunks.steps import by_tokens
 from ejkernel.kernels.linear_recurrence.call import Call
 
 
@@ -70,11 +70,8 @@ def steps(
     one, constant = replace(call, tokens=1), call.decay == "constant"
     arrays = query, key, value, None if constant else log_decay, value_log_decay
 
-    def visit(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, a, b = jax.tree.map(lambda x: x[:, None], token)
-        output, state = step(one, q, k, v, log_decay if constant else a, b, state, einsum)
-        return state, output[:, 0]
+    def visit(token: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, a, b = token
+        return step(one, q, k, v, log_decay if constant else a, b, state, einsum)
 
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
-    state, output = lax.scan(visit, state, tokens, reverse=call.reverse)
-    return jnp.moveaxis(output, 0, 1), state
+    return by_tokens(visit, arrays, state, call.reverse)
