@@ -16,6 +16,11 @@ def like(tree: Any, reference: jax.Array) -> Any:
     return jax.tree.map(lambda x: _mark(x, axes(reference)), tree)
 
 
+def shape_like(shape: tuple[int, ...], dtype: Any, reference: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape of an array that varies over the axes that `reference` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(reference).manual_axis_type)
+
+
 def axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which `x` varies, none of them if a `shard_map` does not keep track."""
     return jax.typeof(x).manual_axis_type.varying

@@ -8,9 +8,12 @@ import numpy as np
 
 from ejkernel.kernels import _launch, _varying
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.triton.recurrence import recurrence
+from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
+from ejkernel.kernels.linear_recurrence.triton import passes
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 _LARGEST_DIM = 256
+_KERNELS = Kernels(passes.forward, passes.backward)
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
@@ -45,7 +48,8 @@ def run(
     tokens = [each.astype(dtype) for each in (query, key, value)]
     gates, state = _at_most_float32(log_decay), _at_most_float32(initial_state)
     arrays = _varying.align((*tokens, gates, state, cu_seqlens))
-    output, last = recurrence(replace(call, dtype=dtype), *arrays)
+    inner = replace(call, dtype=dtype)
+    output, last = recurrence(_KERNELS, inner, Plan.of(inner), *arrays)
     return output.astype(call.dtype), last
 
 

@@ -21,7 +21,7 @@ from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk
 FEW_TOKENS = 8
 
 
-def forward(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
+def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
     """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
     launcher = Launcher.of(call, plan, arrays[5])
     if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
@@ -30,7 +30,7 @@ def forward(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array,
     query, key, gates, first = prepared
     operands = (query, key, arrays[2], gates, first)
     done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
-    return done.output, done.last, prepared
+    return done.output, done.last, prepared if keep else None
 
 
 def backward(

@@ -10,13 +10,26 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.triton import passes
-from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 
-def recurrence(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+@dataclass(frozen=True)
+class Kernels:
+    """A platform's own forward and backward; `plan` is whatever else they want to know that is static.
+
+    Attributes:
+        forward: `forward(keep, call, plan, *arrays)` gives the output, the final states and, where `keep`, what the
+            backward can use again.
+        backward: `backward(wanted, call, plan, arrays, kept, doutput, dlast)` gives the cotangents of query, key, value,
+            log decay (zeros unless `wanted`) and initial state.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def recurrence(kernels: Kernels, call: Call, plan: Any, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Output and final states from query, key, value, log decay, initial state and borders."""
-    output, last, _ = _recurrence(call, Plan.of(call), *arrays)
+    output, last, _ = _recurrence(kernels, call, plan, False, *arrays)
     return output, last
 
 
@@ -28,24 +41,27 @@ class _Wanted:
     gate: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recurrence(call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
-    return _foldable(passes.forward, call, plan)(*arrays)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _recurrence(kernels: Kernels, call: Call, plan: Any, keep: bool, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
+    return _foldable(functools.partial(kernels.forward, keep), call, plan)(*arrays)
 
 
-def _recurrence_forward(call: Call, plan: Plan, *primals: Any) -> tuple[Any, Any]:
+def _recurrence_forward(kernels: Kernels, call: Call, plan: Any, keep: bool, *primals: Any) -> tuple[Any, Any]:
     arrays = [None if each is None else each.value for each in primals]
     # calling the differentiable function again is what makes gradients of gradients work
-    results = _recurrence(call, plan, *arrays)
+    output, last, residuals = _recurrence(kernels, call, plan, True, *arrays)
     wanted = _Wanted(primals[3] is not None and primals[3].perturbed)
-    return results, (tuple(arrays), results[2], wanted)
+    return (output, last, residuals if keep else None), (tuple(arrays), residuals, wanted)
 
 
-def _recurrence_backward(call: Call, plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recurrence_backward(
+    kernels: Kernels, call: Call, plan: Any, keep: bool, saved: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    del keep
     arrays, residuals, wanted = saved
     doutput = _dense(cotangents[0])
     dlast = None if isinstance(cotangents[1], jax.custom_derivatives.SymbolicZero) else cotangents[1]
-    return (*_gradients(call, plan, wanted, arrays, residuals, doutput, dlast), None)
+    return (*_gradients(kernels, call, plan, wanted, arrays, residuals, doutput, dlast), None)
 
 
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward, symbolic_zeros=True)
@@ -55,21 +71,32 @@ def _dense(x: Any) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gradients(
-    call: Call, plan: Plan, wanted: _Wanted, arrays: Any, residuals: Any, doutput: jax.Array, dlast: jax.Array | None
+    kernels: Kernels,
+    call: Call,
+    plan: Any,
+    wanted: _Wanted,
+    arrays: Any,
+    residuals: Any,
+    doutput: jax.Array,
+    dlast: jax.Array | None,
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, log decay and initial state."""
-    return _foldable(functools.partial(passes.backward, wanted.gate), call, plan)(arrays, residuals, doutput, dlast)
+    backward = functools.partial(kernels.backward, wanted.gate)
+    return _foldable(backward, call, plan)(arrays, residuals, doutput, dlast)
 
 
-def _gradients_forward(call: Call, plan: Plan, wanted: _Wanted, *arguments: Any) -> tuple[Any, Any]:
+def _gradients_forward(kernels: Kernels, call: Call, plan: Any, wanted: _Wanted, *arguments: Any) -> tuple[Any, Any]:
     arrays, _, doutput, dlast = arguments
-    return _gradients(call, plan, wanted, *arguments), (arrays, doutput, dlast)
+    return _gradients(kernels, call, plan, wanted, *arguments), (arrays, doutput, dlast)
 
 
-def _gradients_backward(call: Call, plan: Plan, wanted: _Wanted, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _gradients_backward(
+    kernels: Kernels, call: Call, plan: Any, wanted: _Wanted, saved: Any, cotangents: Any
+) -> tuple[Any, ...]:
     """Second derivatives are rare, so they go through the XLA implementation."""
+    del kernels, plan
     (*inputs, cu_seqlens), doutput, dlast = saved
 
     def gradients(inputs: Any, doutput: jax.Array, dlast: jax.Array | None) -> Any:
@@ -89,7 +116,7 @@ def _gradients_backward(call: Call, plan: Plan, wanted: _Wanted, saved: Any, cot
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-def _foldable(function: Callable[..., Any], call: Call, plan: Plan) -> Callable[..., Any]:
+def _foldable(function: Callable[..., Any], call: Call, plan: Any) -> Callable[..., Any]:
     """`function(call, plan, *arrays)` that `vmap` maps: rows join the batch, packed streams run one by one."""
 
     @jax.custom_batching.custom_vmap

@@ -1,0 +1,58 @@
+"""The gated linear recurrence on TPUs, as Pallas kernels."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels import _varying
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
+from ejkernel.kernels.linear_recurrence.pallas import passes, plan
+
+_KERNELS = Kernels(passes.forward, passes.backward)
+_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float32)}
+_LARGEST_DIM = 256
+
+
+def supports(call: Call) -> str | None:
+    """Why these kernels cannot serve the call, or `None` if they can."""
+    if call.dtype not in _DTYPES:
+        return f"dtype {call.dtype} is none of bfloat16, float32"
+    if call.value_decay:
+        return "decay along the value dims (gv) has no Pallas kernel"
+    if any(dim % 64 or not 0 < dim <= _LARGEST_DIM for dim in (call.key_dim, call.value_dim)):
+        return f"head dims K={call.key_dim}, V={call.value_dim}; it takes multiples of 64 up to {_LARGEST_DIM}"
+    if jax.export.is_symbolic_dim(call.batch):
+        return "a batch that is known only when the program runs"
+    if 0 in (call.batch, call.tokens, call.heads, call.sequences):
+        return "an array without elements"
+    return plan.scale_served(call.scale)
+
+
+def run(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array | None,
+    value_log_decay: jax.Array | None,
+    initial_state: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The call's output and final states; arrays as `Call` lists them."""
+    del value_log_decay
+    # a query that was scaled comes in float32; it may be rounded as its keys are
+    half = call.dtype == key.dtype == value.dtype == jnp.bfloat16
+    dtype = np.dtype(jnp.bfloat16 if half else np.float32)
+    tokens = [each.astype(dtype) for each in (query, key, value)]
+    gates, state = _served(log_decay), _served(initial_state)
+    arrays = _varying.align((*tokens, gates, state, cu_seqlens))
+    output, last = recurrence(_KERNELS, replace(call, dtype=dtype), None, *arrays)
+    return output.astype(call.dtype), last
+
+
+def _served(x: jax.Array | None) -> jax.Array | None:
+    """`x` in a dtype that TPUs have."""
+    return x if x is None or x.dtype in _DTYPES else x.astype(np.float32)

@@ -1,0 +1,136 @@
+"""One gate a key dim: a chunk with one reference where its gates are mild, and exactly where they are not."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.linear_recurrence.pallas.device.chunk import Chunk, Mirrored
+from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index, pairs, rows, running_sums, sums
+
+# Gates from here down forget everything: `exp` is exactly 0, whatever it is multiplied by. Sums of infinities are NaN.
+LOWEST = -200.0
+
+
+def causal(size: int, reverse: bool) -> jax.Array:
+    row, column = index((size, size), 0), index((size, size), 1)
+    return row <= column if reverse else row >= column
+
+
+class Mild(NamedTuple):
+    """A chunk whose decays are taken relative to its middle."""
+
+    chunk: Chunk
+    since: jax.Array  # decay from the middle through a token, scaled [C, K]
+    until: jax.Array  # and after a token to the middle
+    strength: jax.Array  # log decay of half the chunk, or infinity where a gate grows [1, K]
+
+    @staticmethod
+    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, reverse: bool) -> "Mild":
+        C, dtype = len(query), query.dtype
+        decays = running_sums(gates, reverse)
+        middle = decays[C // 2 : C // 2 + 1] if reverse else decays[C // 2 - 1 : C // 2]
+        end = decays[:1] if reverse else decays[C - 1 :]
+        # the scale costs nothing inside the exponent
+        since = jnp.exp(decays - (middle - math.log(scale)))
+        until = jnp.exp(middle - decays)
+        query, key = (query * since).astype(dtype), (key * until).astype(dtype)
+        scores = jnp.where(causal(C, reverse), pairs(query, key), 0).astype(dtype)
+        chunk = Chunk(scores, query, key, jnp.exp(middle), jnp.exp(end - middle), jnp.exp(end))
+        strength = jnp.maximum(-middle, middle - end)
+        strength = jnp.where(gates.max(0, keepdims=True) > 0, jnp.inf, strength)
+        return Mild(chunk, since, until, strength)
+
+    def gradients(
+        self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Cotangents of query, key and gates."""
+        chunk, dtype = self.chunk, self.chunk.query.dtype
+        d_scores = jnp.where(causal(len(chunk.scores), reverse), mirrored.scores, 0).astype(dtype)
+        dq = rows(d_scores, chunk.key) + mirrored.query
+        dk = sums(d_scores, chunk.query) + mirrored.key
+        # by the rounded operands, so that what a token reads of itself cancels
+        leaving = chunk.key.astype(F32) * mirrored.key
+        flow = running_sums(chunk.query.astype(F32) * dq - chunk.key.astype(F32) * dk, not reverse)
+        through = (state * d_state).sum(0, keepdims=True) * chunk.total
+        return dq * self.since, dk * self.until, flow + (leaving.sum(0, keepdims=True) + through)
+
+
+class Level(NamedTuple):
+    """Pairs of blocks: tokens of the later one of a pair read those of the earlier one."""
+
+    since: jax.Array  # decay from the border between the blocks through a later token [C, K], 0 for the others
+    until: jax.Array  # decay after an earlier token to the border, 0 for the others
+    here: jax.Array  # which token reads which one across the border [C, C]
+
+
+class Exact(NamedTuple):
+    """A chunk whose decays are sums of gates over runs of tokens, never differences, whatever the gates are."""
+
+    chunk: Chunk
+    levels: list[Level]
+    query: jax.Array  # scaled [C, K] in float32
+    key: jax.Array  # [C, K] in float32
+    since: jax.Array  # decay from the chunk's start through a token
+    until: jax.Array  # decay after a token to the chunk's end
+    gates: jax.Array
+    scale: float
+
+    @staticmethod
+    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, reverse: bool) -> "Exact":
+        C, dtype = len(query), query.dtype
+        gates = jnp.maximum(gates, LOWEST)
+        row = index(gates.shape, 0)
+        # sums over the block that a token is in: through it, after it, and whole
+        since, until, total = gates, jnp.zeros_like(gates), gates
+        levels, size = [], 1
+        while size < C:
+            second = row & size != 0
+            later = ~second if reverse else second
+            neighbour = jnp.where(second, pltpu.roll(total, size, 0), pltpu.roll(total, C - size, 0))
+            reader, read = index((C, C), 0), index((C, C), 1)
+            if reverse:
+                reader, read = read, reader
+            here = (reader // (2 * size) == read // (2 * size)) & (reader & size != 0) & (read & size == 0)
+            levels.append(Level(jnp.where(later, jnp.exp(since), 0), jnp.where(later, 0, jnp.exp(until)), here))
+            since = jnp.where(later, since + neighbour, since)
+            until = jnp.where(later, until, until + neighbour)
+            total = total + neighbour
+            size *= 2
+        since, until, total = jnp.exp(since), jnp.exp(until), jnp.exp(total[:1])
+        query, key = query.astype(F32) * scale, key.astype(F32)
+        row, column = index((C, C), 0), index((C, C), 1)
+        own = (query * key).sum(1, keepdims=True)
+        scores = jnp.where(row == column, own, 0)
+        for level in levels:
+            scored = pairs((query * level.since).astype(dtype), (key * level.until).astype(dtype))
+            scores = scores + jnp.where(level.here, scored, 0)
+        chunk = Chunk(
+            scores.astype(dtype), (query * since).astype(dtype), (key * until).astype(dtype), None, None, total
+        )
+        return Exact(chunk, levels, query, key, since, until, gates, scale)
+
+    def gradients(
+        self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Cotangents of query, key and gates."""
+        dtype, C = self.chunk.query.dtype, len(self.query)
+        dq, dk = jnp.zeros_like(self.query), jnp.zeros_like(self.key)
+        for level in self.levels:
+            later, earlier = (self.query * level.since).astype(dtype), (self.key * level.until).astype(dtype)
+            d_scores = jnp.where(level.here, mirrored.scores, 0).astype(dtype)
+            dq = dq + rows(d_scores, earlier) * level.since
+            dk = dk + sums(d_scores, later) * level.until
+        dq_state, dk_state = mirrored.query * self.since, mirrored.key * self.until
+        arriving = self.query * (dq + dq_state) - self.key * dk
+        leaving = self.key * dk_state
+        through = (state * d_state).sum(0, keepdims=True) * self.chunk.total
+        flow = running_sums(arriving, not reverse) + (running_sums(leaving, reverse) - leaving) + through
+        # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
+        flow = jnp.where(self.gates <= LOWEST, 0, flow)
+        row, column = index((C, C), 0), index((C, C), 1)
+        own = jnp.where(row == column, mirrored.scores, 0).sum(1, keepdims=True)
+        dq, dk = dq + dq_state + own * self.key, dk + dk_state + own * self.query
+        return dq * self.scale, dk, flow

@@ -1,0 +1,63 @@
+"""Matrix products and running sums, as a TPU has them."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+F32 = jnp.float32
+TILE = 8  # rows of float32 in a register
+
+
+def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
+    # float32 operands are multiplied as such, in six passes of bfloat16 parts
+    precision = lax.Precision.HIGHEST if x.dtype == F32 else lax.Precision.DEFAULT
+    contracted = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(x, y, contracted, precision=precision, preferred_element_type=F32)
+
+
+def rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x y`."""
+    return _dot(x, y, (1, 0))
+
+
+def pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x yᵀ`."""
+    return _dot(x, y, (1, 1))
+
+
+def sums(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`xᵀ y`."""
+    return _dot(x, y, (0, 0))
+
+
+def index(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def running_sums(x: jax.Array, reverse: bool) -> jax.Array:
+    """Inclusive sums down the rows of `x [C, D]`, or up them."""
+    C = x.shape[0]
+    row = index(x.shape, 0) % TILE
+    for shift in (1, 2, 4):
+        inside = row < TILE - shift if reverse else row >= shift
+        x = x + jnp.where(inside, pltpu.roll(x, C - shift if reverse else shift, 0), 0)
+    tiles = [x[start : start + TILE] for start in range(0, C, TILE)]
+    order = range(len(tiles))[::-1] if reverse else range(len(tiles))
+    before = None
+    for i in order:
+        if before is not None:
+            tiles[i] = tiles[i] + before
+        before = tiles[i][:1] if reverse else tiles[i][TILE - 1 :]
+    return jnp.concatenate(tiles, 0)
+
+
+def running_sums_along(x: jax.Array, reverse: bool) -> jax.Array:
+    """Inclusive sums along the last axis of `x [rows, C]`, or against it."""
+    C = x.shape[1]
+    column, shift = index(x.shape, 1), 1
+    while shift < C:
+        inside = column < C - shift if reverse else column >= shift
+        x = x + jnp.where(inside, pltpu.roll(x, C - shift if reverse else shift, 1), 0)
+        shift *= 2
+    return x

@@ -1,0 +1,289 @@
+"""The walks over a call's blocks of tokens: forward, and backward from the last to the first.
+
+A block has several chunks, a program several heads. With key gates, blocks are done as if their gates were mild, and
+those in which they are not once more, exactly: so nothing waits for what decides it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels.linear_recurrence.pallas.device import chunk as chunks
+from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Decays, Gated
+from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import LOWEST, Exact, Mild
+from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index
+from ejkernel.kernels.linear_recurrence.pallas.plan import Item, Sizes
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One program's view of its arrays."""
+
+    sizes: Sizes
+    item: Item
+    arrays: dict[str, Any]
+
+    def lanes(self, name: str, head: int) -> Any:
+        """The lanes of an array that a head of the program reads."""
+        dim = self.sizes.value_dim if name in ("value", "output", "d_output", "d_value") else self.sizes.key_dim
+        mine = head * self.sizes.block_heads(name) // self.sizes.heads
+        return pl.ds(mine * dim, dim)
+
+    def tokens(self, i: Any) -> Any:
+        C = self.sizes.chunk
+        return pl.ds(i * C if isinstance(i, int) else pl.multiple_of(i * C, C), C)
+
+    def load(self, name: str, head: int, i: Any) -> jax.Array:
+        """A chunk of an array, 0 where a token is not the item's."""
+        x = self.arrays[name][0, self.tokens(i), self.lanes(name, head)]
+        return jnp.where(self.own(i, x.shape), x, jnp.zeros_like(x)) if self.sizes.masked else x
+
+    def store(self, name: str, head: int, i: Any, x: jax.Array) -> None:
+        at = 0, self.tokens(i), self.lanes(name, head)
+        ref = self.arrays[name]
+        x = x.astype(ref.dtype)
+        ref[at] = jnp.where(self.own(i, x.shape), x, ref[at]) if self.sizes.masked else x
+
+    def own(self, i: Any, shape: Sequence[int], axis: int = 0) -> jax.Array:
+        token = self.item.start + i * self.sizes.chunk + index(tuple(shape), axis)
+        return (token >= self.item.low) & (token < self.item.high)
+
+    def is_first(self, i: Any, shape: Sequence[int], axis: int = 0) -> jax.Array:
+        """Whether a token is the first of its sequence to be visited."""
+        token = self.item.start + i * self.sizes.chunk + index(tuple(shape), axis)
+        first = self.item.high - 1 if self.sizes.reverse else self.item.low
+        return (token == first) & (self.item.first != 0) & (self.item.low < self.item.high)
+
+    def gates(self, head: int, i: Any) -> jax.Array:
+        """A head's key gates in a chunk."""
+        return self.load("gates", head, i).astype(F32)
+
+    def decays(self, i: int) -> Decays | None:
+        """All heads' decays in a chunk, for one gate a head."""
+        if self.sizes.decay == "none":
+            return None
+        return Decays.of(jnp.where(self.is_first(i, self._shape, 1), 0, self.head_gates(i)), self.sizes.reverse)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.sizes.heads, self.sizes.chunk
+
+    def head_gates(self, i: int) -> jax.Array:
+        """All heads' gates in a chunk, for one gate a head `[heads, C]`."""
+        constant = self.sizes.decay == "constant"
+        at = pl.ds(0, self.sizes.chunk) if constant else self.tokens(i)
+        x = self.arrays["gates"][0, 0, :, at].astype(F32)
+        return jnp.where(self.own(i, x.shape, 1), x, 0) if self.sizes.masked else x
+
+    def first_gates(self) -> jax.Array:
+        """The gates of the visit's first token, one a head `[heads, 1]`, 0 if no sequence begins here."""
+        found = jnp.zeros((self.sizes.heads, 1), F32)
+        for i in range(self.sizes.chunks):
+            gates = jnp.where(self.is_first(i, self._shape, 1), self.head_gates(i), 0)
+            # a first gate of -inf beside zeros
+            found = found + gates.sum(1, keepdims=True)
+        return found
+
+    def order(self, backward: bool = False) -> list[int]:
+        """A visit's chunks as they come."""
+        order = list(range(self.sizes.chunks))
+        return order[::-1] if self.sizes.reverse != backward else order
+
+
+def grown(x: jax.Array, log_decay: jax.Array) -> jax.Array:
+    """`x · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
+    within = jnp.minimum(log_decay, 88.0)
+    return x * jnp.exp(within) * jnp.exp(jnp.minimum(log_decay - within, 88.0))
+
+
+def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
+    """Output and final states, and the states that visits meet if there is a place for them."""
+    number = pl.program_id(2)
+    item = Item.read(table, number, sizes)
+    arrays = dict(zip(names, refs, strict=True))
+    walk = Walk(sizes, item, arrays)
+    states, heads = arrays["states"], range(sizes.heads)
+    old, new = number % 2, 1 - number % 2
+
+    @pl.when(item.first != 0)
+    def _() -> None:
+        for h in heads:
+            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
+            if "initial" in arrays:
+                state = arrays["initial"][0, h].astype(F32).T
+                if sizes.decay in ("head", "constant"):
+                    state = grown(state, walk.first_gates()[h : h + 1])
+            states[old, h] = state
+
+    if sizes.masked:
+
+        @pl.when(item.fresh != 0)
+        def _() -> None:
+            arrays["output"][...] = jnp.zeros_like(arrays["output"])
+
+    if "met" in arrays:
+        for h in heads:
+            arrays["met"][0, 0, h] = states[old, h]
+
+    def visit(h: int, i: Any, chunk: chunks.Chunk, state: jax.Array) -> jax.Array:
+        value = walk.load("value", h, i)
+        walk.store("output", h, i, chunks.read(chunk, value, state))
+        return chunks.written(chunk, value, state)
+
+    strengths = []
+    decays = [walk.decays(i) for i in range(sizes.chunks)] if sizes.decay != "key" else []
+    for h in heads:
+        state = states[old, h]
+        for i in walk.order():
+            query, key = walk.load("query", h, i), walk.load("key", h, i)
+            if sizes.decay == "key":
+                mild = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.reverse)
+                strengths.append(mild.strength)
+                chunk = mild.chunk
+            else:
+                chunk = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse).chunk
+            state = visit(h, i, chunk, state)
+        states[new, h] = state
+
+    if strengths:
+
+        @pl.when(_most(strengths) > sizes.limit)
+        def _() -> None:
+            for h in heads:
+                states[new, h] = states[old, h]
+
+                @pl.loop(0, sizes.chunks)
+                def _(j: Any, h: int = h) -> None:
+                    i = sizes.chunks - 1 - j if sizes.reverse else j
+                    exact, first = walk_exact(walk, h, i)
+                    states[new, h] = visit(h, i, exact.chunk, grown(states[new, h], first))
+
+    @pl.when(item.last != 0)
+    def _() -> None:
+        for h in heads:
+            arrays["final"][0, h] = states[new, h].T
+
+
+def walk_exact(walk: Walk, head: int, i: Any) -> tuple[Exact, jax.Array]:
+    """A chunk of strong gates, the gate of a sequence's first token apart, which only a state there meets `[1, K]`."""
+    gates = jnp.maximum(walk.gates(head, i), LOWEST)
+    is_first = walk.is_first(i, gates.shape)
+    query, key = walk.load("query", head, i), walk.load("key", head, i)
+    exact = Exact.of(query, key, jnp.where(is_first, 0, gates), walk.sizes.scale, walk.sizes.reverse)
+    return exact, jnp.where(is_first, gates, 0).sum(0, keepdims=True)
+
+
+def _most(rows: Sequence[jax.Array]) -> jax.Array:
+    most = rows[0]
+    for row in rows[1:]:
+        most = jnp.maximum(most, row)
+    return jnp.max(most)
+
+
+def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
+    """Gradients of all arrays: each visit finds its chunks' states again, from the one that the forward has met."""
+    number = pl.program_id(2)
+    item = Item.read(table, number, sizes)
+    # the visit that is made last is the first one of the forward's
+    item = item._replace(first=item.last, last=item.first)
+    arrays = dict(zip(names, refs, strict=True))
+    walk = Walk(sizes, item, arrays)
+    d_states, heads = arrays["d_states"], range(sizes.heads)
+    old, new = number % 2, 1 - number % 2
+    by_key = sizes.decay == "key"
+    wanted = "d_gates" in arrays
+
+    @pl.when(item.last != 0)
+    def _() -> None:
+        for h in heads:
+            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
+            if "d_final" in arrays:
+                state = arrays["d_final"][0, h].T
+            d_states[old, h] = state
+
+    if sizes.masked:
+
+        @pl.when(item.fresh != 0)
+        def _() -> None:
+            for name in ("d_query", "d_key", "d_value", *(["d_gates"] if wanted else [])):
+                arrays[name][...] = jnp.zeros_like(arrays[name])
+
+    def visit(h: int, i: Any, chunk: Any, state: jax.Array, d_state: jax.Array) -> tuple[Any, jax.Array]:
+        """Stores a chunk's gradients; gives what flows across its gates, and the cotangent of the state at its start."""
+        value, d_output = walk.load("value", h, i), walk.load("d_output", h, i)
+        mirrored = chunks.mirrored(chunk.chunk, value, state, d_output, d_state)
+        dq, dk, flow = chunk.gradients(mirrored, d_state, state, sizes.reverse)
+        walk.store("d_query", h, i, dq)
+        walk.store("d_key", h, i, dk)
+        walk.store("d_value", h, i, mirrored.value)
+        if by_key and wanted:
+            walk.store("d_gates", h, i, flow)
+        return flow, mirrored.state
+
+    strengths = []
+    decays = [None if by_key else walk.decays(i) for i in range(sizes.chunks)]
+    flows: dict[int, list[jax.Array]] = {i: [] for i in range(sizes.chunks)}
+    for h in heads:
+        state, done, met = arrays["met"][0, 0, h], {}, {}
+        for i in walk.order():
+            query, key = walk.load("query", h, i), walk.load("key", h, i)
+            if by_key:
+                done[i] = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.reverse)
+                strengths.append(done[i].strength)
+            else:
+                done[i] = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse)
+            met[i] = state
+            state = chunks.written(done[i].chunk, walk.load("value", h, i), state)
+        d_state = d_states[old, h]
+        for i in walk.order(backward=True):
+            flow, d_state = visit(h, i, done[i], met[i], d_state)
+            flows[i].append(flow)
+        d_states[new, h] = d_state
+
+    if wanted and not by_key:
+        for i, flow in flows.items():
+            gates = walk.head_gates(i)
+            # across a gate that forgets everything nothing flows
+            flow = jnp.where(gates <= LOWEST, 0, jnp.concatenate(flow, 0)).astype(arrays["d_gates"].dtype)
+            at = 0, 0, slice(None), walk.tokens(i)
+            if sizes.masked:
+                flow = jnp.where(walk.own(i, flow.shape, 1), flow, arrays["d_gates"][at])
+            arrays["d_gates"][at] = flow
+
+    if strengths:
+
+        @pl.when(_most(strengths) > sizes.limit)
+        def _() -> None:
+            met = arrays["states"]
+            for h in heads:
+                d_states[new, h] = d_states[old, h]
+                met[0] = arrays["met"][0, 0, h]
+
+                @pl.loop(0, sizes.chunks)
+                def _(j: Any, h: int = h) -> None:
+                    exact, first = walk_exact(walk, h, sizes.chunks - 1 - j if sizes.reverse else j)
+                    met[j] = grown(met[j], first)
+                    value = walk.load("value", h, sizes.chunks - 1 - j if sizes.reverse else j)
+                    met[j + 1] = chunks.written(exact.chunk, value, met[j])
+
+                @pl.loop(0, sizes.chunks)
+                def _(j: Any, h: int = h) -> None:
+                    at = sizes.chunks - 1 - j
+                    i = j if sizes.reverse else at
+                    exact, first = walk_exact(walk, h, i)
+                    _, d_state = visit(h, i, exact, met[at], d_states[new, h])
+                    d_states[new, h] = grown(d_state, first)
+
+    if "d_initial" in arrays:
+
+        @pl.when(item.first != 0)
+        def _() -> None:
+            for h in heads:
+                d_state = d_states[new, h]
+                if sizes.decay in ("head", "constant"):
+                    d_state = grown(d_state, walk.first_gates()[h : h + 1])
+                arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
