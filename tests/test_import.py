@@ -24,6 +24,7 @@ assert threading.active_count() == threads, "threads started"
 assert not opened, opened
 assert not jax._src.xla_bridge._backends, "devices initialised"
 roots = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert not any("pallas" in name for name in set(sys.modules) - before if name.startswith("jax")), "Pallas imported"
 assert roots <= {"ejkernel", "jax", "jaxlib", "numpy", "jaxtyping"}, roots
 """
 

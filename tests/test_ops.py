@@ -46,4 +46,4 @@ def test_every_implementation_and_device_has_a_name():
 
 
 def test_the_table_of_platforms():
-    assert "| `recurrent` | `xla` | `triton` |" in platform_table().splitlines()
+    assert "| `recurrent` | `xla` | `triton` | `pallas` |" in platform_table().splitlines()

@@ -1,10 +1,11 @@
 """One gated linear recurrence, behind every op that is not softmax attention."""
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels.linear_recurrence import triton, xla
+from ejkernel.kernels.linear_recurrence import pallas, triton, xla
 
-# Fastest first.
+# Fastest first, on each device.
 IMPLEMENTATIONS = (
+    Implementation("pallas", ("tpu",), pallas.supports, pallas.run),
     Implementation("triton", ("cuda",), triton.supports, triton.run),
     Implementation("xla", None, xla.supports, xla.run),
 )

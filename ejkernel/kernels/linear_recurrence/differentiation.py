@@ -19,8 +19,8 @@ class Kernels:
     Attributes:
         forward: `forward(keep, call, plan, *arrays)` gives the output, the final states and, where `keep`, what the
             backward can use again.
-        backward: `backward(wanted, call, plan, arrays, kept, doutput, dlast)` gives the cotangents of query, key, value,
-            log decay (zeros unless `wanted`) and initial state.
+        backward: `backward(wanted, call, plan, arrays, kept, doutput, dlast)` gives the cotangents of query, key,
+            value, log decay (zeros unless `wanted`) and initial state.
     """
 
     forward: Callable[..., Any]

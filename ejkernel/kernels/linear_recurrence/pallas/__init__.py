@@ -49,7 +49,8 @@ def run(
     tokens = [each.astype(dtype) for each in (query, key, value)]
     gates, state = _served(log_decay), _served(initial_state)
     arrays = _varying.align((*tokens, gates, state, cu_seqlens))
-    output, last = recurrence(_KERNELS, replace(call, dtype=dtype), None, *arrays)
+    inner = replace(call, dtype=dtype)
+    output, last = recurrence(_KERNELS, inner, plan.sizes(inner, *arrays[:3]), *arrays)
     return output.astype(call.dtype), last
 
 

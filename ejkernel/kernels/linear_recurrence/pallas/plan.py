@@ -78,7 +78,11 @@ def _heads_at_once(call: Call, mine: list[int]) -> int:
     wanted = 1 if max(call.key_dim, call.value_dim) > LANES else 2
 
     def fits(heads: int) -> bool:
-        for own, dim in zip((*mine, call.heads, call.heads), (call.key_dim, call.key_dim, call.value_dim, call.key_dim, call.value_dim), strict=True):
+        for own, dim in zip(
+            (*mine, call.heads, call.heads),
+            (call.key_dim, call.key_dim, call.value_dim, call.key_dim, call.value_dim),
+            strict=True,
+        ):
             shared = call.heads // own
             if heads % shared and shared % heads:
                 return False
@@ -112,6 +116,11 @@ class Item(NamedTuple):
         return item._replace(start=item.block * sizes.block)
 
 
+def number_of_visits(call: Call, sizes: Sizes) -> int:
+    """Each border of packed sequences may split a block, and what is past the last one is visited too."""
+    return -(-call.tokens // sizes.block) + (call.sequences + 1 if call.packed else 0)
+
+
 def visits(call: Call, sizes: Sizes, cu_seqlens: jax.Array | None) -> Item:
     """The visits in the order of the tokens."""
     L, T = sizes.block, call.tokens
@@ -126,7 +135,7 @@ def visits(call: Call, sizes: Sizes, cu_seqlens: jax.Array | None) -> Item:
     first = jnp.minimum(low, T - 1) // L
     count = jnp.where(high > low, (high - 1) // L - first + 1, 1).at[-1].multiply(low[-1] < T)
     after = jnp.cumsum(count, dtype=np.int32)
-    number = jnp.arange(blocks + call.sequences + 1, dtype=np.int32)
+    number = jnp.arange(number_of_visits(call, sizes), dtype=np.int32)
     real = number < after[-1]
     sequence = jnp.minimum(jnp.searchsorted(after, number, side="right").astype(np.int32), call.sequences)
     inside = number - (after - count)[sequence]

@@ -1,13 +1,15 @@
 """One kernel on its way to a TPU: its arrays, which block of each a visit sees, and its launch."""
 
 import functools
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.kernels import _varying
+from ejkernel.kernels import _pallas, _varying
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas.plan import LANES, Sizes
 
@@ -45,8 +47,9 @@ class Wiring:
 
     def _tokens(self, heads: int, dim: int) -> Block:
         mine = max(1, self.sizes.heads * heads // self.call.heads)
-        blocks, programs = heads // mine, self.programs
-        return (1, self.sizes.block, mine * dim), lambda b, h, i, t: (b, t[0, i], h * blocks // programs)
+        # programs whose heads share what they read; JAX's own division asks which TPU it is for
+        sharing = np.int32(self.programs * mine // heads)
+        return (1, self.sizes.block, mine * dim), lambda b, h, i, t: (b, t[0, i], jax.lax.div(h, sharing))
 
     def read_states(self, name: str, x: jax.Array) -> None:
         self.inputs[name], self.blocks[name] = x, self._states()
@@ -108,8 +111,7 @@ class Wiring:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        from ejkernel.kernels.linear_recurrence.pallas.device import walk
-
+        walk = importlib.import_module("ejkernel.kernels.linear_recurrence.pallas.device.walk")
         like = self.inputs["query"]
         names = (*self.inputs, *self.outputs, *scratch)
         results = pl.pallas_call(
@@ -123,6 +125,7 @@ class Wiring:
                 scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch.values()],
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+            interpret=_pallas.INTERPRET or False,
             name=f"recurrence_{self.call.decay}_{kernel}",
         )(_varying.like(self.table, like), *self.inputs.values())
         return dict(zip(self.outputs, results, strict=True))
@@ -130,25 +133,3 @@ class Wiring:
     def by_head(self, x: jax.Array) -> jax.Array:
         """`[B, T, H · D]` to `[B, T, H, D]`."""
         return x.reshape(*x.shape[:2], self.call.heads, -1)
-
-    def sum_shared(self, x: jax.Array, dx: jax.Array) -> jax.Array:
-        """The gradient of `x` from each head's `[B, T, H · D]`: heads that share it are added up."""
-        if x.shape[2] == self.call.heads:
-            return dx.reshape(x.shape)
-        return dx.reshape(*x.shape[:3], -1, x.shape[3]).sum(3).astype(x.dtype)
-
-    def gate_gradient(self, log_decay: jax.Array, flow: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-        """The gradient of the gates as they came, from that of each token's."""
-        call = self.call
-        if call.decay == "key":
-            return flow.reshape(log_decay.shape)
-        flow = flow.reshape(call.batch, call.heads, call.tokens)
-        if call.decay == "head":
-            return flow.swapaxes(1, 2).astype(log_decay.dtype)
-        if cu_seqlens is None:
-            summed = flow.sum(2)
-        else:
-            token = jnp.arange(call.tokens)
-            inside = (token >= cu_seqlens[:-1, None]) & (token < cu_seqlens[1:, None])
-            summed = jnp.where(inside[:, None], flow, 0).sum(2)
-        return jnp.where(jnp.isneginf(log_decay), 0, summed).astype(log_decay.dtype)

@@ -6,7 +6,6 @@ States are `[V, K]` here, so that a decay of each key dim lies along the lanes.
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.linear_recurrence.pallas.device.products import pairs, rows, sums
 

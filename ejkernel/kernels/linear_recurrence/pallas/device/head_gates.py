@@ -54,9 +54,7 @@ class Gated(NamedTuple):
     scale: float
 
     @staticmethod
-    def of(
-        query: jax.Array, key: jax.Array, decays: Decays | None, head: int, scale: float, reverse: bool
-    ) -> "Gated":
+    def of(query: jax.Array, key: jax.Array, decays: Decays | None, head: int, scale: float, reverse: bool) -> "Gated":
         (C, K), dtype = query.shape, query.dtype
         seen = causal(C, reverse)
         if decays is None:
@@ -78,25 +76,38 @@ class Gated(NamedTuple):
 
     def gradients(
         self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Cotangents of query and key, and what flows across the gates `[1, C]`."""
+    ) -> tuple[jax.Array, jax.Array, "Flow | None"]:
+        """Cotangents of query and key, and what crosses the gates."""
         query, key = self.operands
         chunk, dtype, C = self.chunk, query.dtype, len(query)
         seen = causal(C, reverse)
-        if self.decays is None:
+        if self.decays is None or self.since is None or self.until is None or chunk.total is None:
             d_scores = jnp.where(seen, mirrored.scores, 0).astype(dtype)
             dq = (rows(d_scores, key) + mirrored.query) * self.scale
             return dq, sums(d_scores, query) + mirrored.key, None
         d_products = jnp.where(seen, mirrored.scores * self.decays, 0).astype(dtype)
         dq_state, dk_state = mirrored.query * self.since, mirrored.key * self.until
         dq, dk = rows(d_products, key) + dq_state, sums(d_products, query) + dk_state
-        # what each pair carries, rounded once, so that what passes between two tokens on one side of a gate cancels
-        carried = jnp.where(seen, mirrored.scores * chunk.scores.astype(F32), 0).astype(dtype)
-        ones = jnp.ones((8, C), dtype)
-        by_reader, by_writer = pairs(ones, carried)[:1], rows(ones, carried)[:1]
-        ones = jnp.ones((8, query.shape[1]), dtype)
-        from_before = pairs(ones, (query * dq_state).astype(dtype))[:1]
-        to_after = pairs(ones, (key * dk_state).astype(dtype))[:1]
-        through = (state * d_state).sum(keepdims=True).reshape(1, 1) * chunk.total
-        flow = running_sums_along(by_reader - by_writer + from_before - to_after, not reverse)
-        return dq, dk, flow + (to_after.sum(1, keepdims=True) + through)
+        # what each pair carries, rounded once, so that what passes between two tokens on one side of a gate cancels;
+        # what a token reads of itself crosses no gate
+        carried = mirrored.scores * chunk.scores.astype(F32)
+        carried = jnp.where(seen & (index((C, C), 0) != index((C, C), 1)), carried, 0).astype(dtype)
+        ones, across = jnp.ones((8, C), dtype), jnp.ones((8, query.shape[1]), dtype)
+        between = pairs(ones, carried)[:1] - rows(ones, carried)[:1]
+        arriving = between + pairs(across, (query * dq_state).astype(dtype))[:1]
+        leaving = pairs(across, (key * dk_state).astype(dtype))[:1]
+        through = (state * d_state).sum(keepdims=True) * chunk.total
+        return dq, dk, Flow(arriving, leaving, through)
+
+
+class Flow(NamedTuple):
+    """What crosses a chunk's gates, by where it comes from; of one head, or of several below one another."""
+
+    arriving: jax.Array  # what a token reads of earlier ones less what it wrote for later ones, in the chunk [heads, C]
+    leaving: jax.Array  # what a token wrote for later chunks [heads, C]
+    through: jax.Array  # from earlier chunks to later ones [heads, 1]
+
+    def across(self, reverse: bool) -> jax.Array:
+        """The gradient of each gate."""
+        earlier = running_sums_along(self.leaving, reverse) - self.leaving
+        return running_sums_along(self.arriving, not reverse) + earlier + self.through

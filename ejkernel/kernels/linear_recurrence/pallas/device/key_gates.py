@@ -25,10 +25,10 @@ class Mild(NamedTuple):
     chunk: Chunk
     since: jax.Array  # decay from the middle through a token, scaled [C, K]
     until: jax.Array  # and after a token to the middle
-    strength: jax.Array  # log decay of half the chunk, or infinity where a gate grows [1, K]
+    strong: jax.Array  # 1 for dims whose gates are not mild after all, else 0 [1, K]
 
     @staticmethod
-    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, reverse: bool) -> "Mild":
+    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, limit: float, reverse: bool) -> "Mild":
         C, dtype = len(query), query.dtype
         decays = running_sums(gates, reverse)
         middle = decays[C // 2 : C // 2 + 1] if reverse else decays[C // 2 - 1 : C // 2]
@@ -39,9 +39,9 @@ class Mild(NamedTuple):
         query, key = (query * since).astype(dtype), (key * until).astype(dtype)
         scores = jnp.where(causal(C, reverse), pairs(query, key), 0).astype(dtype)
         chunk = Chunk(scores, query, key, jnp.exp(middle), jnp.exp(end - middle), jnp.exp(end))
-        strength = jnp.maximum(-middle, middle - end)
-        strength = jnp.where(gates.max(0, keepdims=True) > 0, jnp.inf, strength)
-        return Mild(chunk, since, until, strength)
+        # so that a NaN is not mild
+        mild = (-middle <= limit) & (middle - end <= limit) & (gates.max(0, keepdims=True) <= 0)
+        return Mild(chunk, since, until, jnp.where(mild, 0.0, 1.0))
 
     def gradients(
         self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
@@ -54,8 +54,14 @@ class Mild(NamedTuple):
         # by the rounded operands, so that what a token reads of itself cancels
         leaving = chunk.key.astype(F32) * mirrored.key
         flow = running_sums(chunk.query.astype(F32) * dq - chunk.key.astype(F32) * dk, not reverse)
-        through = (state * d_state).sum(0, keepdims=True) * chunk.total
+        through = _through(chunk, state, d_state)
         return dq * self.since, dk * self.until, flow + (leaving.sum(0, keepdims=True) + through)
+
+
+def _through(chunk: Chunk, state: jax.Array, d_state: jax.Array) -> jax.Array:
+    """What flows from before the chunk to after it, by key dim `[1, K]`."""
+    assert chunk.total is not None
+    return (state * d_state).sum(0, keepdims=True) * chunk.total
 
 
 class Level(NamedTuple):
@@ -93,7 +99,7 @@ class Exact(NamedTuple):
             reader, read = index((C, C), 0), index((C, C), 1)
             if reverse:
                 reader, read = read, reader
-            here = (reader // (2 * size) == read // (2 * size)) & (reader & size != 0) & (read & size == 0)
+            here = ((reader ^ read) < 2 * size) & (reader & size != 0) & (read & size == 0)
             levels.append(Level(jnp.where(later, jnp.exp(since), 0), jnp.where(later, 0, jnp.exp(until)), here))
             since = jnp.where(later, since + neighbour, since)
             until = jnp.where(later, until, until + neighbour)
@@ -126,7 +132,7 @@ class Exact(NamedTuple):
         dq_state, dk_state = mirrored.query * self.since, mirrored.key * self.until
         arriving = self.query * (dq + dq_state) - self.key * dk
         leaving = self.key * dk_state
-        through = (state * d_state).sum(0, keepdims=True) * self.chunk.total
+        through = _through(self.chunk, state, d_state)
         flow = running_sums(arriving, not reverse) + (running_sums(leaving, reverse) - leaving) + through
         # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
         flow = jnp.where(self.gates <= LOWEST, 0, flow)

@@ -38,7 +38,7 @@ def index(shape: tuple[int, ...], axis: int) -> jax.Array:
 def running_sums(x: jax.Array, reverse: bool) -> jax.Array:
     """Inclusive sums down the rows of `x [C, D]`, or up them."""
     C = x.shape[0]
-    row = index(x.shape, 0) % TILE
+    row = index(x.shape, 0) & (TILE - 1)
     for shift in (1, 2, 4):
         inside = row < TILE - shift if reverse else row >= shift
         x = x + jnp.where(inside, pltpu.roll(x, C - shift if reverse else shift, 0), 0)

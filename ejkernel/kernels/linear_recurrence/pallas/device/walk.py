@@ -4,6 +4,7 @@ A block has several chunks, a program several heads. With key gates, blocks are 
 those in which they are not once more, exactly: so nothing waits for what decides it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.linear_recurrence.pallas.device import chunk as chunks
-from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Decays, Gated
+from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Decays, Flow, Gated
 from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import LOWEST, Exact, Mild
 from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index
 from ejkernel.kernels.linear_recurrence.pallas.plan import Item, Sizes
@@ -107,7 +108,8 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     arrays = dict(zip(names, refs, strict=True))
     walk = Walk(sizes, item, arrays)
     states, heads = arrays["states"], range(sizes.heads)
-    old, new = number % 2, 1 - number % 2
+    old = number & 1  # one state is read while the other is written
+    new = 1 - old
 
     @pl.when(item.first != 0)
     def _() -> None:
@@ -134,25 +136,25 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
         walk.store("output", h, i, chunks.read(chunk, value, state))
         return chunks.written(chunk, value, state)
 
-    strengths = []
-    decays = [walk.decays(i) for i in range(sizes.chunks)] if sizes.decay != "key" else []
+    by_key, strong = sizes.decay == "key", []
+    decays = [walk.decays(i) for i in range(sizes.chunks)] if not by_key else []
     for h in heads:
         state = states[old, h]
         for i in walk.order():
             query, key = walk.load("query", h, i), walk.load("key", h, i)
-            if sizes.decay == "key":
-                mild = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.reverse)
-                strengths.append(mild.strength)
+            if by_key:
+                mild = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
+                strong.append(mild.strong)
                 chunk = mild.chunk
             else:
                 chunk = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse).chunk
             state = visit(h, i, chunk, state)
         states[new, h] = state
 
-    if strengths:
+    if by_key:
 
-        @pl.when(_most(strengths) > sizes.limit)
-        def _() -> None:
+        @pl.when(_any(strong))
+        def exactly() -> None:
             for h in heads:
                 states[new, h] = states[old, h]
 
@@ -177,11 +179,8 @@ def walk_exact(walk: Walk, head: int, i: Any) -> tuple[Exact, jax.Array]:
     return exact, jnp.where(is_first, gates, 0).sum(0, keepdims=True)
 
 
-def _most(rows: Sequence[jax.Array]) -> jax.Array:
-    most = rows[0]
-    for row in rows[1:]:
-        most = jnp.maximum(most, row)
-    return jnp.max(most)
+def _any(rows: Sequence[jax.Array]) -> jax.Array:
+    return jnp.max(functools.reduce(jnp.maximum, rows)) > 0
 
 
 def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
@@ -193,7 +192,8 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
     arrays = dict(zip(names, refs, strict=True))
     walk = Walk(sizes, item, arrays)
     d_states, heads = arrays["d_states"], range(sizes.heads)
-    old, new = number % 2, 1 - number % 2
+    old = number & 1  # one state is read while the other is written
+    new = 1 - old
     by_key = sizes.decay == "key"
     wanted = "d_gates" in arrays
 
@@ -213,7 +213,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                 arrays[name][...] = jnp.zeros_like(arrays[name])
 
     def visit(h: int, i: Any, chunk: Any, state: jax.Array, d_state: jax.Array) -> tuple[Any, jax.Array]:
-        """Stores a chunk's gradients; gives what flows across its gates, and the cotangent of the state at its start."""
+        """Stores a chunk's gradients; gives what crosses its gates, and the cotangent of the state at its start."""
         value, d_output = walk.load("value", h, i), walk.load("d_output", h, i)
         mirrored = chunks.mirrored(chunk.chunk, value, state, d_output, d_state)
         dq, dk, flow = chunk.gradients(mirrored, d_state, state, sizes.reverse)
@@ -224,16 +224,18 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
             walk.store("d_gates", h, i, flow)
         return flow, mirrored.state
 
-    strengths = []
+    strong = []
     decays = [None if by_key else walk.decays(i) for i in range(sizes.chunks)]
-    flows: dict[int, list[jax.Array]] = {i: [] for i in range(sizes.chunks)}
+    flows: dict[int, list[Any]] = {i: [] for i in range(sizes.chunks)}
     for h in heads:
-        state, done, met = arrays["met"][0, 0, h], {}, {}
+        state = arrays["met"][0, 0, h]
+        done: dict[int, Any] = {}
+        met: dict[int, jax.Array] = {}
         for i in walk.order():
             query, key = walk.load("query", h, i), walk.load("key", h, i)
             if by_key:
-                done[i] = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.reverse)
-                strengths.append(done[i].strength)
+                done[i] = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
+                strong.append(done[i].strong)
             else:
                 done[i] = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse)
             met[i] = state
@@ -245,37 +247,37 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         d_states[new, h] = d_state
 
     if wanted and not by_key:
-        for i, flow in flows.items():
-            gates = walk.head_gates(i)
+        for i, found in flows.items():
+            flow = Flow(*(jnp.concatenate(each, 0) for each in zip(*found, strict=True))).across(sizes.reverse)
             # across a gate that forgets everything nothing flows
-            flow = jnp.where(gates <= LOWEST, 0, jnp.concatenate(flow, 0)).astype(arrays["d_gates"].dtype)
+            flow = jnp.where(walk.head_gates(i) <= LOWEST, 0, flow)
             at = 0, 0, slice(None), walk.tokens(i)
             if sizes.masked:
                 flow = jnp.where(walk.own(i, flow.shape, 1), flow, arrays["d_gates"][at])
             arrays["d_gates"][at] = flow
 
-    if strengths:
+    if by_key:
 
-        @pl.when(_most(strengths) > sizes.limit)
-        def _() -> None:
-            met = arrays["states"]
+        @pl.when(_any(strong))
+        def exactly() -> None:
+            states = arrays["states"]
             for h in heads:
                 d_states[new, h] = d_states[old, h]
-                met[0] = arrays["met"][0, 0, h]
+                states[0] = arrays["met"][0, 0, h]
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
                     exact, first = walk_exact(walk, h, sizes.chunks - 1 - j if sizes.reverse else j)
-                    met[j] = grown(met[j], first)
+                    states[j] = grown(states[j], first)
                     value = walk.load("value", h, sizes.chunks - 1 - j if sizes.reverse else j)
-                    met[j + 1] = chunks.written(exact.chunk, value, met[j])
+                    states[j + 1] = chunks.written(exact.chunk, value, states[j])
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
                     at = sizes.chunks - 1 - j
                     i = j if sizes.reverse else at
                     exact, first = walk_exact(walk, h, i)
-                    _, d_state = visit(h, i, exact, met[at], d_states[new, h])
+                    _, d_state = visit(h, i, exact, states[at], d_states[new, h])
                     d_states[new, h] = grown(d_state, first)
 
     if "d_initial" in arrays:

@@ -1,0 +1,135 @@
+"""The TPU kernels in Pallas' interpreter: what was never written is NaN, and races are found."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from triton_cases import NAMES, Case, assert_matches, burst, make, oracle, results
+
+import ejkernel
+from ejkernel.kernels import _pallas
+from ejkernel.kernels.linear_recurrence import pallas
+from ejkernel.kernels.linear_recurrence.pallas import plan
+
+BASE = Case("base", B=1, T=40, H=1, Hkv=1, K=64, V=64)
+UNEVEN = {"lengths": (7, 0, 11, 25, 1), "T": 50}
+TOLERANCE = {"float32": {"decay": 1e-5, "other": 3e-6}, "bfloat16": {"decay": 1e-2, "other": 5e-3}}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    # small chunks, or compiling what the interpreter makes of them takes minutes
+    monkeypatch.setattr(plan, "CHUNK", 16)
+    monkeypatch.setattr(plan, "BLOCK", 32)
+    monkeypatch.setattr(_pallas, "INTERPRET", pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True))
+    yield
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    races = interpreter.races
+    assert races is None or not races.races_found
+
+
+def compiled(case):
+    """Results and gradients of a call, compiled once for any arrays."""
+    return jax.jit(functools.partial(results, pallas.run, case.call))
+
+
+def check(run, case, arrays, cotangents):
+    assert_matches(run(arrays, cotangents), oracle(case.call, arrays, cotangents), TOLERANCE[case.dtype])
+
+
+# one compilation each, for gates that take either path or both
+CASES = [
+    (replace(BASE, name="key-grouped", H=2, V=128), ("mild", "resets")),
+    (replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False), ("mild", "strong")),
+    (replace(BASE, name="head-bfloat16-reverse", decay="head", dtype="bfloat16", reverse=True), ("mild", "fierce")),
+    (replace(BASE, name="constant-reverse", decay="constant", B=2, reverse=True), ("mild", "fierce")),
+    (replace(BASE, name="none", decay="none", T=32, H=2), ("mild",)),
+]
+
+
+@pytest.mark.parametrize("case, kinds", CASES, ids=str)
+def test_matches_oracle(case, kinds):
+    run = compiled(case)
+    for kind in kinds:
+        check(run, case, *make(replace(case, gate=kind)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [replace(BASE, name="key", reverse=True, **UNEVEN), replace(BASE, name="head", decay="head", H=2, **UNEVEN)],
+    ids=str,
+)
+def test_packed(case):
+    run = compiled(case)
+    for kind in ("mild", "resets", "mixed"):
+        arrays, cotangents = make(replace(case, gate=kind))
+        check(run, case, arrays, cotangents)
+    clean = run(arrays, cotangents)
+    # other borders in the same program, and what is past the last one
+    padded = (*arrays[:6], jnp.array([0, 1, 20, 20, 37, 40]))
+    check(run, case, padded, cotangents)
+    spoilt = [x.at[0, 20].set(jnp.nan) for x in arrays[:4]]
+    found = run((*spoilt, *arrays[4:]), cotangents)
+    others = np.r_[0:18, 43:50]
+    for name, a, b in zip(NAMES, clean, found, strict=True):
+        rows = (slice(None), others) if a.shape[1] == 50 else np.array([0, 1, 2, 4])
+        np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
+    # what would grow beyond all bounds is nothing where there is nothing yet
+    arrays, cotangents = burst(case)
+    state = jnp.zeros_like(cotangents[1])
+    expected = oracle(case.call, arrays, cotangents)
+    assert_matches(run((*arrays[:5], state, arrays[6]), cotangents)[:6], expected[:6], TOLERANCE["float32"])
+
+
+def test_vmap_and_gates_left_alone():
+    case = replace(BASE, decay="head", T=20)
+    cases = [make(case, seed) for seed in range(2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(arrays for arrays, _ in cases))
+
+    def loss(query, rest):
+        output, last = pallas.run(case.call, query, *rest)
+        return output.sum() + last.sum()
+
+    found = jax.jit(jax.vmap(jax.grad(loss)))(stacked[0], stacked[1:])
+    for i, (arrays, cotangents) in enumerate(cases):
+        ones = jax.tree.map(jnp.ones_like, cotangents)
+        assert_matches((None, None, found[i]), oracle(case.call, arrays, ones)[:3], TOLERANCE["float32"])
+
+
+def test_supports_says_why():
+    call = BASE.call
+    assert pallas.supports(call) is None
+    for wrong, why in (
+        ({"value_decay": True}, "gv"),
+        ({"key_dim": 96}, "multiples of 64"),
+        ({"value_dim": 320}, "up to 256"),
+        ({"dtype": np.dtype(np.float16)}, "float16"),
+        ({"tokens": 0}, "elements"),
+        ({"scale": -1.0}, "softmax_scale"),
+    ):
+        assert why in pallas.supports(replace(call, **wrong))
+
+
+@pytest.mark.parametrize("platforms", [["tpu"], ["cpu", "tpu"]])
+def test_exports_hold_the_kernels(monkeypatch, platforms):
+    monkeypatch.setattr(_pallas, "INTERPRET", None)
+    x, gate = jnp.ones((1, 40, 2, 64), jnp.bfloat16), -jnp.ones((1, 40, 2, 64))
+
+    def gradient(x, gate):
+        return jax.grad(lambda x: ejkernel.recurrent_gla(x, x, x, gate)[0].astype(jnp.float32).sum())(x)
+
+    exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x, gate)
+    assert exported.mlir_module().count("tpu_custom_call") == 2
+
+
+def test_elsewhere_it_says_so(monkeypatch):
+    monkeypatch.setattr(_pallas, "INTERPRET", None)
+    x = jnp.ones((1, 40, 2, 64))
+    with pytest.raises(ejkernel.PlatformError, match="'cpu'"):
+        ejkernel.linear_attention(x, x, x, platform="pallas")
+    assert ejkernel.explain(ejkernel.linear_attention, x, x, x).chosen == {"tpu": "pallas", "default": "xla"}
