@@ -1,15 +1,12 @@
-"""TPU kernels as the rest of JAX sees them: traced only where a TPU is lowered for, split over batch and heads."""
+"""TPU kernels as the rest of JAX sees them: traced only where a TPU is lowered for, and where they can run there."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,9 +18,27 @@ Run = Callable[..., Sequence[jax.Array]]
 INTERPRET: Any = None
 
 
+def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array) -> Sequence[jax.Array]:
+    """`run(*arrays)`, which has kernels in it; `instead`, which has none, where XLA would have to split them.
+
+    The first array decides over which axes of a mesh the results vary.
+    """
+    if INTERPRET is not None:
+        # an interpreter has effects, which no operation may hide
+        return run(*arrays)
+    shapes = tuple((each.shape, each.dtype) for each in results)
+    return _kernel().bind(*arrays, run=run, instead=instead, results=shapes)
+
+
+def split_by_xla() -> bool:
+    """Whether the caller's mesh has axes that are left to XLA's partitioner, which can do nothing with a TPU kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.auto_axes) and INTERPRET is None
+
+
 @functools.cache
 def _kernel() -> Any:
-    """What a kernel computes, as one operation, which is traced when it is lowered, and for TPUs only.
+    """What a kernel computes, as one operation, which is traced when it is lowered.
 
     `jit` traces what it may choose from for every device, and a kernel takes long to trace; nor can JAX lower one where
     it lowers for several platforms at once.
@@ -35,125 +50,40 @@ def _kernel() -> Any:
     kernel.multiple_results = True
 
     @kernel.def_impl
-    def _(*arrays: Any, run: Run, results: Any) -> Any:
+    def _(*arrays: Any, run: Run, instead: Run, results: Any) -> Any:
         return run(*arrays)
 
     @kernel.def_abstract_eval
-    def _(*avals: Any, run: Run, results: Any) -> Any:
-        return [jax.core.ShapedArray(*each, manual_axis_type=avals[0].manual_axis_type) for each in results]
+    def _(*avals: Any, run: Run, instead: Run, results: Any) -> Any:
+        like = avals[0]
+        whole = [NamedSharding(like.sharding.mesh, PartitionSpec(*(None for _ in shape))) for shape, _ in results]
+        return [
+            jax.core.ShapedArray(*each, sharding=sharding, manual_axis_type=like.manual_axis_type)
+            for each, sharding in zip(results, whole, strict=True)
+        ]
 
-    def lower(ctx: Any, *arrays: Any, run: Run, results: Any) -> Any:
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *arrays)
+    def lower(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
+        chosen = run if _alone(ctx.module_context.axis_context) else instead
+        return mlir.lower_fun(chosen, multiple_results=True)(ctx, *arrays)
 
-    def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, results: Any) -> Any:
+    def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
         platforms = ctx.module_context.platforms
         if len(platforms) == 1:
             raise PlatformError(f"platform: got a kernel for TPUs; this program is for {platforms[0]!r}")
         # of several, this one will not run it
-        return lower(ctx, *arrays, run=functools.partial(_zeros, results), results=results)
+        return mlir.lower_fun(lambda *_: [jnp.zeros(*each) for each in results], multiple_results=True)(ctx, *arrays)
 
     mlir.register_lowering(kernel, lower, platform="tpu")
     mlir.register_lowering(kernel, lower_elsewhere)
     return kernel
 
 
-def _zeros(shapes: Any, *arrays: jax.Array) -> list[jax.Array]:
-    return [jnp.zeros(*each) for each in shapes]
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Which dimension of an array is the batch, and which the heads; `None` where it has none."""
-
-    batch: int | None = None
-    heads: int | None = None
-
-
-def launch(run: Run, operands: Sequence[Dims], results: Sequence[tuple[Any, Dims]], *arrays: jax.Array) -> Any:
-    """`run(*arrays)`, which can tell from shapes which part of batch and heads it is given; `results` as shapes."""
-    if INTERPRET is not None:
-        # an interpreter has effects, which no operation may hide
-        return run(*arrays)
-    mesh = jax.sharding.get_abstract_mesh()
-    shapes = tuple((x.shape, x.dtype) for x, _ in results)
-    whole = functools.partial(_kernel().bind, run=run, results=shapes)
-    if mesh.axis_names and not mesh.auto_axes:
-        return whole(*arrays)
-    split = Split(run, tuple(operands), tuple(dims for _, dims in results), shapes)
-    partitioned = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
-    rule, local = split.rule(arrays)
-    partitioned.def_partition(split.partition, sharding_rule=rule, need_replication_factors=tuple(local))
-    return partitioned(*arrays)
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a kernel is split over the devices of a mesh."""
-
-    run: Run
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    shapes: tuple[tuple[tuple[int, ...], Any], ...]
-
-    def rule(self, arrays: Sequence[jax.Array]) -> tuple[str, list[str]]:
-        """What may be sharded alike, in Shardy's notation, and the factors that may not be."""
-        local: list[str] = []
-        counts = self._counts(arrays)
-
-        def factors(shape: Sequence[int], dims: Dims) -> str:
-            found = []
-            for i, size in enumerate(shape):
-                if i == dims.batch:
-                    found.append("b")
-                elif i == dims.heads and size == counts[-1] and len(counts) < 3:
-                    found.append("h" if counts[0] in (1, counts[-1]) else "(h r)")
-                elif i == dims.heads and size == counts[0] > 1 and len(counts) < 3:
-                    found.append("h")
-                else:
-                    local.append(f"i{len(local)}")
-                    found.append(local[-1])
-            return " ".join(found)
-
-        given = ", ".join(factors(x.shape, dims) for x, dims in zip(arrays, self.operands, strict=True))
-        made = ", ".join(factors(shape, dims) for (shape, _), dims in zip(self.shapes, self.results, strict=True))
-        return f"{given} -> {made}", local
-
-    def _counts(self, arrays: Sequence[Any]) -> list[int]:
-        """The numbers of heads that there are, ascending."""
-        found = zip((x.shape for x in arrays), self.operands, strict=True)
-        return sorted({shape[dims.heads] for shape, dims in found if dims.heads is not None})
-
-    def partition(self, mesh: Any, given: Any, made: Any) -> Any:
-        """The mesh, what each device runs, and the shardings of results and operands."""
-        counts = self._counts(given)
-        # heads that others share are the ones that decide
-        decisive = counts[0] if counts[0] > 1 and len(counts) < 3 else counts[-1]
-
-        def axes_of(kind: str, size: int | None) -> Any:
-            for x, dims in zip(given, self.operands, strict=True):
-                at = getattr(dims, kind)
-                if at is not None and size in (None, x.shape[at]):
-                    part = x.sharding.spec[at]
-                    names = () if part is None else (part,) if isinstance(part, str) else tuple(part)
-                    parts = math.prod(mesh.shape[name] for name in names)
-                    return part if x.shape[at] % parts == 0 else None
-            return None
-
-        rows, heads = axes_of("batch", None), axes_of("heads", decisive)
-
-        def sharding(shape: Sequence[int], dims: Dims) -> NamedSharding:
-            spec: list[Any] = [None] * len(shape)
-            if dims.batch is not None:
-                spec[dims.batch] = rows
-            if dims.heads is not None and shape[dims.heads] >= decisive:
-                spec[dims.heads] = heads
-            return NamedSharding(mesh, PartitionSpec(*spec))
-
-        operands = tuple(sharding(x.shape, dims) for x, dims in zip(given, self.operands, strict=True))
-        results = tuple(sharding(x.shape, dims) for x, dims in zip(made, self.results, strict=True))
-        shapes = tuple((each.shard_shape(x.shape), x.dtype) for each, x in zip(results, made, strict=True))
-
-        def part(*arrays: jax.Array) -> Any:
-            return tuple(_kernel().bind(*arrays, run=self.run, results=shapes))
-
-        return mesh, part, results, operands
+def _alone(context: Any) -> bool:
+    """Whether a program, or what `shard_map` maps, runs on one device, so that nothing is left to split."""
+    if hasattr(context, "num_devices"):
+        return context.num_devices == 1
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return True
+    manual = {*context.manual_axes, *mesh.manual_axes}
+    return all(name in manual or size == 1 for name, size in mesh.shape.items())
