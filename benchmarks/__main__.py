@@ -15,7 +15,7 @@ import jax
 import benchmarks
 from ejkernel.bench.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "numerics", "pictures"}
+NOT_BENCHMARKS = {"__main__", "numerics", "pictures", "tpu"}
 
 
 def main() -> None:

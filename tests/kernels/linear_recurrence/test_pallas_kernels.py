@@ -48,6 +48,8 @@ CASES = [
     (replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False), ("mild", "strong")),
     (replace(BASE, name="head-bfloat16-reverse", decay="head", dtype="bfloat16", reverse=True), ("mild", "fierce")),
     (replace(BASE, name="constant-reverse", decay="constant", B=2, reverse=True), ("mild", "fierce")),
+    (replace(BASE, name="key-step", B=2, T=1, H=2), ("mild", "resets", "mixed")),
+    (replace(BASE, name="constant-step", decay="constant", T=1, H=2), ("mild",)),
     (replace(BASE, name="none", decay="none", T=32, H=2, shared=(1, 1, 2)), ("mild",)),
 ]
 

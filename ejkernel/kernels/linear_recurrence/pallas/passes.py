@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from ejkernel.kernels import _pallas
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.pallas import plan
+from ejkernel.kernels.linear_recurrence.pallas import plan, step
 from ejkernel.kernels.linear_recurrence.pallas.plan import Sizes
 from ejkernel.kernels.linear_recurrence.pallas.wiring import F32, Wiring
 
 
 def forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> tuple[Any, ...]:
-    """Output and final states, and the states that visits meet, if they are kept."""
+    """Output and final states, and the states that visits meet, if they are kept and it is not one step."""
+    keep = keep and not step.serves(call)
     B, T, H, K, V = call.batch, call.tokens, call.heads, call.key_dim, call.value_dim
     results = [jax.ShapeDtypeStruct((B, T, H, V), call.dtype), jax.ShapeDtypeStruct((call.sequences, H, K, V), F32)]
     if keep:
@@ -47,8 +48,11 @@ def backward(
         found = pull((d_output, jnp.zeros_like(last) if d_final is None else d_final))
         return [x for x, moves in zip(found, moving, strict=True) if moves]
 
-    run = functools.partial(_backward, wanted, call, sizes)
-    found = iter(_launch(run, instead, results, (*arrays, met, d_output, d_final)))
+    given = (*arrays, met, d_output, d_final)
+    if met is None:
+        found = iter(instead(*given))  # one step's is XLA's
+    else:
+        found = iter(_launch(functools.partial(_backward, wanted, call, sizes), instead, results, given))
     gradients = [next(found) if moves else None for moves in moving]
     if inputs[3] is not None and not wanted:
         gradients[3] = jnp.zeros_like(inputs[3])
@@ -69,6 +73,8 @@ def _launch(run: Any, instead: Any, results: Any, arrays: Any) -> Any:
 
 def _forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Array]:
     query, key, value, log_decay, initial, cu_seqlens = arrays
+    if step.serves(call):
+        return step.step(call, *arrays[:5])
     wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), call.reverse))
     for name, x in (("query", query), ("key", key), ("value", value)):
         wiring.read_tokens(name, x)

@@ -51,10 +51,12 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> Siz
     mine = [x.shape[2] for x in (query, key, value)]
     heads = _heads_at_once(call, mine)
     chunk = CHUNK
-    chunks = max(1, min(BLOCK // chunk, -(-call.tokens // chunk)))
+    # as many tokens as VMEM holds twice
+    block = BLOCK * 2 // call.dtype.itemsize
     if call.packed:
-        # visits of sequences much shorter than a block would do nothing for most of it
-        chunks = min(chunks, max(1, -(-call.tokens // (call.sequences * chunk))))
+        # each sequence has a block that is partly another's, and is gone through for either
+        block = min(block, call.tokens // (4 * call.sequences))
+    chunks = max(1, min(block // chunk, -(-call.tokens // chunk)))
     return Sizes(
         key_dim=call.key_dim,
         value_dim=call.value_dim,
@@ -74,8 +76,8 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> Siz
 
 
 def _heads_at_once(call: Call, mine: list[int]) -> int:
-    """Heads a program: two hide the latency of one another's products, if whole lanes hold them in every array."""
-    wanted = 1 if max(call.key_dim, call.value_dim) > LANES else 2
+    """Heads a program: some hide the latency of one another's products; whole lanes must hold them in every array."""
+    wanted = 2 * LANES // max(call.key_dim, call.value_dim)
 
     def fits(heads: int) -> bool:
         for own, dim in zip(

@@ -97,6 +97,7 @@ class Walk:
 
 def grown(x: jax.Array, log_decay: jax.Array) -> jax.Array:
     """`x · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
+    log_decay = jnp.maximum(log_decay, LOWEST)
     within = jnp.minimum(log_decay, 88.0)
     return x * jnp.exp(within) * jnp.exp(jnp.minimum(log_decay - within, 88.0))
 

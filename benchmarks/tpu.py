@@ -1,0 +1,318 @@
+"""`make tpu`: compiles every TPU kernel for TPUs that are not there, and reads what the compiler made of it.
+
+libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM, a layout that does not exist) it refuses
+on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles are a bound of what the
+schedule allows and never a time: what waits for memory, and how transfers overlap, only a chip can tell.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCHEDULED = 4  # cases whose schedules are read, which takes the compiler much longer
+UNIT = 128  # tokens of a head, by which kernels are compared
+
+
+class Chip(NamedTuple):
+    """One core as JAX counts devices; public figures."""
+
+    topology: str
+    clock: float  # GHz
+    bandwidth: float  # GB/s
+
+
+CHIPS = {
+    "v4": Chip("v4:2x2x1", 1.05, 614),
+    "v5e": Chip("v5e:2x2", 1.5, 819),
+    "v5p": Chip("v5p:2x2x1", 1.75, 2765),
+    "v6e": Chip("v6e:2x2", 1.75, 1640),
+    "tpu7x": Chip("tpu7x:2x2x1", 1.9, 3690),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    decay: str = "key"
+    B: int = 1
+    T: int = 4096
+    H: int = 8
+    Hkv: int = 8
+    K: int = 128
+    V: int = 128
+    dtype: str = "bfloat16"
+    N: int = 0  # packed sequences
+    state: bool = False
+    reverse: bool = False
+
+
+CASES = [
+    Case("key gates"),
+    Case("head gates", decay="head"),
+    Case("constant decay", decay="constant"),
+    Case("no decay", decay="none"),
+    Case("key gates, states, reverse", state=True, reverse=True),
+    Case("key gates, grouped heads", Hkv=2),
+    Case("key gates, packed", N=8, state=True),
+    Case("key gates, T = 4000", T=4000),
+    Case("head gates, packed, reverse", decay="head", N=8, reverse=True),
+    Case("key gates, K = V = 64", K=64, V=64),
+    Case("key gates, K = V = 256", K=256, V=256),
+    Case("head gates, K = V = 256", decay="head", K=256, V=256),
+    Case("key gates, float32", dtype="float32"),
+    Case("head gates, float32", decay="head", dtype="float32"),
+    Case("key gates, float32, K = V = 256", dtype="float32", K=256, V=256),
+]
+
+
+@dataclass
+class Row:
+    """One kernel of a case on a chip; `bundles` (0 where not read) and `floor` are cycles for 128 tokens of a head."""
+
+    case: str
+    chip: str
+    kernel: str
+    bundles: float
+    floor: float
+    temporaries: int
+    seconds: float
+
+
+def prepare(folder: str | None) -> None:
+    """What libtpu asks the environment of a machine without a TPU, and where it writes its schedules, if anywhere."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-4")
+    os.environ.update(ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
+    if folder:
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+
+
+def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    """Output, final state and gradients, from arrays `[B, T, heads · D]` as a model's projections leave them."""
+    import jax
+    import jax.numpy as jnp
+
+    import ejkernel
+
+    B, T, H, Hkv, K, V = case.B, case.T, case.H, case.Hkv, case.K, case.V
+    rows = case.N or B
+
+    def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    arrays = {
+        "query": shape(B, T, H * K, dtype=case.dtype),
+        "key": shape(B, T, Hkv * K, dtype=case.dtype),
+        "value": shape(B, T, Hkv * V, dtype=case.dtype),
+    }
+    gates = {"head": ("g", shape(B, T, H)), "key": ("g", shape(B, T, H * K)), "constant": ("g_gamma", shape(H))}
+    if case.decay in gates:
+        name, array = gates[case.decay]
+        arrays[name] = array
+    if case.state:
+        arrays["initial_state"] = shape(rows, H, K, V)
+    borders = {"cu_seqlens": shape(case.N + 1, dtype=jnp.int32)} if case.N else {}
+    heads = {"query": H, "key": Hkv, "value": Hkv, "g": H}
+
+    def run(arrays: dict[str, Any], borders: dict[str, Any], d_output: Any) -> Any:
+        def output(arrays: dict[str, Any]) -> Any:
+            split = {name: x.reshape(B, T, heads[name], -1) if name in heads else x for name, x in arrays.items()}
+            found, state = ejkernel.recurrent(**split, **borders, reverse=case.reverse)
+            return found.reshape(B, T, H * V), state
+
+        results, pull = jax.vjp(output, arrays)
+        return results, pull((d_output, jnp.ones_like(results[1])))
+
+    return run, [arrays, borders, shape(B, T, H * V, dtype=case.dtype)]
+
+
+def steady(path: Path) -> int:
+    """Bundles of the loop over blocks, without branches that are rarely taken.
+
+    These are what a kernel does for the first and the last block of a sequence, and the exact path of strong gates.
+    """
+    bundles: list[str] = []
+    depth: list[int] = []
+    for line in path.read_text().splitlines():
+        if found := re.match(r"^\s*0x[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(>*)", line):
+            bundles.append(line)
+            depth.append(len(found.group(1)))
+        elif bundles:
+            bundles[-1] += line
+    starts: dict[str, int] = {}
+    for i, text in enumerate(bundles):
+        for region in re.findall(r"(?:Start/End empty|Start) region (\d+)", text):
+            starts.setdefault(region, i)
+    skipped = []
+    for i, text in enumerate(bundles):
+        branch = re.search(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)", text)
+        if branch and depth[i] and starts.get(branch.group(1), 0) > i:
+            skipped.append((i, starts[branch.group(1)]))
+    # one that holds others is the loop's body
+    inner = [each for each in skipped if not any(each[0] < other[0] and other[1] < each[1] for other in skipped)]
+    dead = {i for start, end in inner for i in range(start + 4, end)}
+    return sum(level == 1 and i not in dead for i, level in enumerate(depth))
+
+
+def bytes_of(text: str) -> dict[str, int]:
+    """What each kernel of a compiled program reads and writes, by its name."""
+    sizes = {"bf16": 2, "f32": 4, "s32": 4}
+    shapes: dict[str, int] = {}
+    found = {}
+    for line in text.splitlines():
+        if made := re.match(r"\s*(?:ROOT )?%([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)", line):
+            name, result, kind, operands = made.groups()
+            parts = re.findall(r"(bf16|f32|s32)\[([\d,]*)\]", result)
+            total = 0
+            for dtype, dims in parts:
+                count = 1
+                for dim in filter(None, dims.split(",")):
+                    count *= int(dim)
+                total += sizes[dtype] * count
+            shapes[name] = total
+            if kind == "custom-call" and "tpu_custom_call" in line:
+                found[name] = total + sum(shapes.get(each, 0) for each in re.findall(r"%([\w.-]+)", operands))
+    return found
+
+
+def blocks_of(case: Case) -> int:
+    """How often the loop of a kernel turns."""
+    import jax
+
+    from ejkernel.kernels.linear_recurrence.call import Call
+    from ejkernel.kernels.linear_recurrence.pallas import plan
+
+    H, K, V, rows = case.H, case.K, case.V, case.N or case.B
+    call = Call(
+        batch=case.B, tokens=case.T, heads=H, key_dim=K, value_dim=V, sequences=rows, packed=case.N > 0,
+        decay=case.decay, value_decay=False, scale=1.0, reverse=case.reverse, dtype=jax.numpy.dtype(case.dtype),
+    )  # fmt: skip
+    arrays = [jax.ShapeDtypeStruct((case.B, case.T, heads, 1), call.dtype) for heads in (H, case.Hkv, case.Hkv)]
+    sizes = plan.sizes(call, *arrays)
+    return case.B * H // sizes.heads * plan.number_of_visits(call, sizes)
+
+
+def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
+    """The kernels of a case, compiled for a chip."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, SingleDeviceSharding
+
+    chip = CHIPS[name]
+    for path in folder.iterdir() if folder else ():
+        path.unlink()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    place = SingleDeviceSharding(devices[0])
+    function, arguments = program(case)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    start = time.perf_counter()
+    # Pallas asks the mesh in scope which TPU it lowers for
+    with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("device",)).abstract_mesh):
+        compiled = jax.jit(function).lower(*given).compile()
+    seconds = time.perf_counter() - start
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    units = case.B * case.H * case.T / UNIT
+    for kernel, moved in bytes_of(compiled.as_text()).items():
+        bundles = 0.0
+        if folder:
+            (path,) = (each for each in folder.glob(f"*-{kernel}-*-final_bundles.txt") if "analysis" not in each.name)
+            bundles = steady(path) * blocks_of(case) / units
+        floor = moved / units / chip.bandwidth * chip.clock
+        kind = "backward" if "backward" in kernel else "forward"
+        yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
+
+
+def sharded() -> dict[str, Any]:
+    """Collectives and kernels of programs for sixteen chips."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import ejkernel
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
+    grid, line = Mesh(devices.reshape(4, 4), ("batch", "heads")), Mesh(devices.ravel(), ("time",))
+    by_row, by_time = PartitionSpec("batch", None, "heads", None), PartitionSpec(None, "time", None, None)
+    states = PartitionSpec("batch", "heads", None, None)
+    mapped = jax.shard_map(ejkernel.recurrent_gla, mesh=grid, in_specs=(by_row,) * 4, out_specs=(by_row, states))
+
+    def along_time(*arrays: Any) -> Any:
+        return ejkernel.parallel.recurrent(*arrays, axis_name="time", mesh=line)
+
+    def found(run: Callable[..., Any], mesh: Mesh, spec: PartitionSpec, gradient: bool) -> dict[str, Any]:
+        place = NamedSharding(mesh, spec)
+        dtypes = [jnp.bfloat16] * 3 + [jnp.float32]
+        shapes = [jax.ShapeDtypeStruct((8, 4096, 8, 128), dtype, sharding=place) for dtype in dtypes]
+
+        def loss(*arrays: Any) -> Any:
+            return run(*arrays)[0].astype(jnp.float32).sum()
+
+        wanted = jax.grad(loss, (0, 1, 2, 3)) if gradient else run
+        text = jax.jit(wanted).lower(*shapes).compile().as_text()
+        kinds = r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+        kernels = text.count('custom_call_target="tpu_custom_call"')
+        return {"kernels": kernels, "collectives": dict(collections.Counter(re.findall(kinds, text)))}
+
+    programs = {
+        "batch and heads, `shard_map`": (mapped, grid, by_row),
+        "batch and heads, left to XLA": (ejkernel.recurrent_gla, grid, by_row),
+        "tokens, `parallel.recurrent`": (along_time, line, by_time),
+    }
+    both = {"forward": False, "with gradients": True}
+    return {
+        f"{name}, {kind}": found(*each, gradient) for name, each in programs.items() for kind, gradient in both.items()
+    }
+
+
+def said(row: Row) -> str:
+    """One line of the table, without a word of time."""
+    bundles = f", {row.bundles:5.0f} bundles, {row.bundles / row.floor:4.2f} of it" if row.bundles else ""
+    memory = f"temporaries {row.temporaries / 2**20:.1f} MiB"
+    return f"{row.case:32s} {row.chip:6s} {row.kernel:8s} floor {row.floor:5.0f}{bundles}, {memory}, {row.seconds} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--chips", default=",".join(CHIPS))
+    parser.add_argument("--cases", default="", help="only those whose name has this in it")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--schedule", action="store_true", help="read the schedules too, of the first cases")
+    arguments = parser.parse_args()
+    rows, refused = [], 0
+    with tempfile.TemporaryDirectory() as dumps:
+        folder = Path(dumps) if arguments.schedule else None
+        prepare(dumps if arguments.schedule else None)
+        import jax
+
+        cases = [case for case in (CASES[:SCHEDULED] if folder else CASES) if arguments.cases in case.name]
+        for case, chip in itertools.product(cases, arguments.chips.split(",")):
+            try:
+                for row in measure(case, chip, folder):
+                    rows.append(row)
+                    print(said(row), flush=True)
+            except Exception as error:
+                refused += 1
+                print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
+        found = {} if arguments.cases or folder else sharded()
+        for name, each in found.items():
+            print(f"{name}: {each}")
+        if arguments.json:
+            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], "sharded": found}
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    return min(refused, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
