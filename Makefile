@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench tpu clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -66,8 +66,15 @@ mutants: $(VENV)/.dev
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 
+# Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
+# shows. Half an hour on two cores.
+TPU := JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu
+tpu: $(VENV)-tpu/.installed
+	$(TPU) --json benchmarks/results/tpu_compiled.json
+	$(TPU) --schedule --json benchmarks/results/tpu_schedules.json
+
 clean:
-	rm -rf $(VENV) $(VENV)-newest build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -88,4 +95,9 @@ $(VENV)-newest/.dev: pyproject.toml
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev,docs]'
+	touch $@
+
+$(VENV)-tpu/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-tpu
+	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]' jaxtyping
 	touch $@

@@ -1,7 +1,7 @@
 """`make tpu`: compiles every TPU kernel for TPUs that are not there, and reads what the compiler made of it.
 
-libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM, a layout that does not exist) it refuses
-on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles are a bound of what the
+libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM, a layout that does not exist) it
+refuses on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles are a bound of what the
 schedule allows and never a time: what waits for memory, and how transfers overlap, only a chip can tell.
 """
 
@@ -201,24 +201,50 @@ def blocks_of(case: Case) -> int:
     return case.B * H // sizes.heads * plan.number_of_visits(call, sizes)
 
 
-def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
-    """The kernels of a case, compiled for a chip."""
+def compile_for(chip: Chip, function: Any, *arguments: Any) -> Any:
+    """A jitted function for one device of a chip."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, SingleDeviceSharding
 
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    place = SingleDeviceSharding(devices[0])
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    # Pallas asks the mesh in scope which TPU it lowers for
+    with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("device",)).abstract_mesh):
+        return function.lower(*given).compile()
+
+
+def decoding(name: str) -> dict[str, int]:
+    """One token for many sequences, states donated: bytes of these, of results in their place, and beside them."""
+    import jax
+    import jax.numpy as jnp
+
+    import ejkernel
+
+    def step(state: Any, query: Any, key: Any, value: Any, gate: Any) -> Any:
+        return ejkernel.recurrent_gla(query, key, value, gate, initial_state=state)
+
+    state = jax.ShapeDtypeStruct((64, 16, 128, 128), jnp.float32)
+    token = jax.ShapeDtypeStruct((64, 1, 16, 128), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(token.shape, jnp.float32)
+    compiled = compile_for(CHIPS[name], jax.jit(step, donate_argnums=0), state, token, token, token, gate)
+    memory = compiled.memory_analysis()
+    states = 4 * 64 * 16 * 128 * 128
+    return {"states": states, "in place": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
+
+
+def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
+    """The kernels of a case, compiled for a chip."""
+    import jax
+
     chip = CHIPS[name]
     for path in folder.iterdir() if folder else ():
         path.unlink()
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
-    place = SingleDeviceSharding(devices[0])
     function, arguments = program(case)
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     start = time.perf_counter()
-    # Pallas asks the mesh in scope which TPU it lowers for
-    with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("device",)).abstract_mesh):
-        compiled = jax.jit(function).lower(*given).compile()
+    compiled = compile_for(chip, jax.jit(function), *arguments)
     seconds = time.perf_counter() - start
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     units = case.B * case.H * case.T / UNIT
@@ -305,11 +331,13 @@ def main() -> int:
             except Exception as error:
                 refused += 1
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
-        found = {} if arguments.cases or folder else sharded()
-        for name, each in found.items():
+        found, steps = {}, {}
+        if not arguments.cases and not folder:
+            found, steps = sharded(), {chip: decoding(chip) for chip in arguments.chips.split(",")}
+        for name, each in {**found, **steps}.items():
             print(f"{name}: {each}")
         if arguments.json:
-            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], "sharded": found}
+            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], "sharded": found, "step": steps}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     return min(refused, 1)
 

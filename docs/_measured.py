@@ -178,7 +178,45 @@ def _flash() -> Iterator[list[str]]:
         yield [call, *cells]
 
 
+def _schedules() -> Iterator[list[str]]:
+    """Bundles and their share of the floor, kernels below one another, chips beside."""
+    rows = _read("tpu_schedules")["rows"]
+    chips = list(dict.fromkeys(row["chip"] for row in rows))
+    yield ["kernel", *chips]
+    by_kernel: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        share = f"{row['bundles']:.0f} ({row['bundles'] / row['floor']:.2f})"
+        by_kernel.setdefault((row["case"], row["kernel"]), {})[row["chip"]] = share
+    for (case, kernel), cells in by_kernel.items():
+        yield [f"{case}, {kernel}", *(cells.get(chip, "-") for chip in chips)]
+
+
+def _compiled() -> Iterator[list[str]]:
+    """Largest temporaries of a case's program, in MiB, by chip."""
+    rows = _read("tpu_compiled")["rows"]
+    chips = list(dict.fromkeys(row["chip"] for row in rows))
+    yield ["call, with gradients", *chips]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        found = {row["chip"]: row["temporaries"] for row in rows if row["case"] == case}
+        yield [
+            case,
+            *(f"{found[each] / 2**20:.0f}" if each in found else "-" for each in chips),
+        ]
+
+
+def _sharded() -> Iterator[list[str]]:
+    yield ["program for `v5e:4x4`", "kernels", "collectives"]
+    for name, found in _read("tpu_compiled")["sharded"].items():
+        said = ", ".join(
+            f"{number} {kind}" for kind, number in found["collectives"].items()
+        )
+        yield [name, str(found["kernels"]), said or "none"]
+
+
 TABLES = {
+    "tpu_schedules": _schedules,
+    "tpu_compiled": _compiled,
+    "tpu_sharded": _sharded,
     "flash": _flash,
     "triton": _triton,
     "fla": _fla,
