@@ -1,7 +1,7 @@
 """`make tpu`: compiles every TPU kernel for TPUs that are not there, and reads what the compiler made of it.
 
 libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM, a layout that does not exist) it
-refuses on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles are a bound of what the
+refuses on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles bound what the
 schedule allows and never a time: what waits for memory, and how transfers overlap, only a chip can tell.
 """
 
