@@ -1,7 +1,10 @@
 """The delta rule: the gated linear recurrence with values replaced by what they correct."""
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels.delta_rule import xla
+from ejkernel.kernels.delta_rule import triton, xla
 
 # Fastest first.
-IMPLEMENTATIONS = (Implementation("xla", None, xla.supports, xla.run),)
+IMPLEMENTATIONS = (
+    Implementation("triton", ("cuda",), triton.supports, triton.run),
+    Implementation("xla", None, xla.supports, xla.run),
+)

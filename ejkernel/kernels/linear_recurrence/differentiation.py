@@ -1,13 +1,13 @@
 """How the kernels of a call are run and differentiated: once by kernels, twice by XLA, and what `vmap` does to them."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.triton.folding import dense, foldable
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 
@@ -43,7 +43,7 @@ class _Wanted:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _recurrence(kernels: Kernels, call: Call, plan: Any, keep: bool, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
-    return _foldable(functools.partial(kernels.forward, keep), call, plan)(*arrays)
+    return foldable(functools.partial(kernels.forward, keep), call, plan)(*arrays)
 
 
 def _recurrence_forward(kernels: Kernels, call: Call, plan: Any, keep: bool, *primals: Any) -> tuple[Any, Any]:
@@ -59,16 +59,12 @@ def _recurrence_backward(
 ) -> tuple[Any, ...]:
     del keep
     arrays, residuals, wanted = saved
-    doutput = _dense(cotangents[0])
+    doutput = dense(cotangents[0])
     dlast = None if isinstance(cotangents[1], jax.custom_derivatives.SymbolicZero) else cotangents[1]
     return (*_gradients(kernels, call, plan, wanted, arrays, residuals, doutput, dlast), None)
 
 
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward, symbolic_zeros=True)
-
-
-def _dense(x: Any) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -84,7 +80,7 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, log decay and initial state."""
     backward = functools.partial(kernels.backward, wanted.gate)
-    return _foldable(backward, call, plan)(arrays, residuals, doutput, dlast)
+    return foldable(backward, call, plan)(arrays, residuals, doutput, dlast)
 
 
 def _gradients_forward(kernels: Kernels, call: Call, plan: Any, wanted: _Wanted, *arguments: Any) -> tuple[Any, Any]:
@@ -114,28 +110,3 @@ def _gradients_backward(
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
-
-
-def _foldable(function: Callable[..., Any], call: Call, plan: Any) -> Callable[..., Any]:
-    """`function(call, plan, *arrays)` that `vmap` maps: rows join the batch, packed streams run one by one."""
-
-    @jax.custom_batching.custom_vmap
-    def mapped(*arrays: Any) -> Any:
-        return function(call, plan, *arrays)
-
-    @mapped.def_vmap
-    def rule(axis_size: int, is_batched: Any, *arrays: Any) -> tuple[Any, Any]:
-        def spread(x: jax.Array, batched: bool) -> jax.Array:
-            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        arrays = jax.tree.map(spread, arrays, tuple(is_batched))
-        if call.packed:
-            results = jax.lax.map(lambda each: mapped(*each), arrays)
-        else:
-            folded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-            larger = replace(call, batch=call.batch * axis_size, sequences=call.sequences * axis_size)
-            results = _foldable(function, larger, plan)(*folded)
-            results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return mapped

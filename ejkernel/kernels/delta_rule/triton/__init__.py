@@ -1,0 +1,45 @@
+"""The delta rule on NVIDIA GPUs, as Triton kernels."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.delta_rule.call import Call
+from ejkernel.kernels.delta_rule.triton.recurrence import recurrence
+
+_LARGEST_KEY_DIM = 256
+_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
+
+
+def supports(call: Call) -> str | None:
+    """Why these kernels cannot serve the call, or `None` if they can."""
+    if call.dtype not in _DTYPES:
+        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
+    if call.decay == "key":
+        return "decay along the key dims (kda) has no Triton kernel"
+    if call.key_dim > _LARGEST_KEY_DIM:
+        return f"a key dim above {_LARGEST_KEY_DIM} (K={call.key_dim})"
+    if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
+        return "an array without elements"
+    return _launch.unavailable()
+
+
+def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The call's output and final states; arrays as `Call` lists them."""
+    query, key, value, beta, log_decay, state, cu_seqlens = arrays
+    # A query or key that was normalized or scaled comes in float32, and may be rounded as the values are: bfloat16 has
+    # the range. float16 has not, so states and what is added to them are carried in float32.
+    wide = call.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16  # type: ignore[union-attr]
+    dtype = np.dtype(np.float32 if wide else jnp.bfloat16)
+    tokens = [each.astype(dtype) for each in (query, key, value)]  # type: ignore[union-attr]
+    rest = [_at_most_float32(each) for each in (beta, log_decay, state)]
+    operands = _varying.align((*tokens, *rest, cu_seqlens))
+    output, last = recurrence(replace(call, dtype=dtype), *operands)
+    return output.astype(call.dtype), last
+
+
+def _at_most_float32(x: jax.Array | None) -> jax.Array | None:
+    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x

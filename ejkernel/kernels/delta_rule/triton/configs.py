@@ -1,0 +1,67 @@
+"""Tile sizes by GPU and shape class, as data. Hopper's are measured; the others fit their shared memory."""
+
+from dataclasses import dataclass
+
+from ejkernel.kernels.linear_recurrence.triton.configs import LARGE, MEDIUM, MEMORY, SMALL, Tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that a call's kernels are cut by.
+
+    Attributes:
+        chunk: Tokens that one triangular system solves for.
+        precision: Of the dots on float32 operands, the system's inverse among them.
+        system: The kernel that solves the systems; it takes value dims a block at a time.
+        forward: The walk over chunks, by blocks of value dims.
+        backward: The walk back.
+        gradients: The kernel of all gradients; it takes value dims a block at a time.
+        key_block: Key dims that one program of the latter looks after.
+        step: The token-by-token kernel.
+    """
+
+    chunk: int
+    precision: str
+    system: Tile
+    forward: Tile
+    backward: Tile
+    gradients: Tile
+    key_block: int
+    step: Tile
+
+
+_STEP = Tile(64, 4, 1)
+_HALF = {  # bfloat16, by the padded key dim
+    LARGE: {
+        128: Config(64, "tf32x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 1), 128, _STEP),
+        256: Config(64, "tf32x3", Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), 128, _STEP),
+    },
+    MEDIUM: {
+        128: Config(32, "tf32x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
+        256: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+    },
+    SMALL: {
+        128: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(32, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+    },
+}
+_FULL = {  # float32
+    LARGE: {
+        128: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+    },
+    MEDIUM: {
+        128: Config(32, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 64, _STEP),
+    },
+    SMALL: {
+        128: Config(16, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 32, _STEP),
+        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 32, _STEP),
+    },
+}
+
+
+def configure(capability: int, wide: bool, key_dim: int) -> Config:
+    """The configuration for a GPU's compute capability, the operands' width and the number of key dims."""
+    table = _FULL if wide else _HALF
+    return table[MEMORY.get(capability, SMALL)][128 if key_dim <= 128 else 256]

@@ -1,0 +1,78 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code: calls of a few tokens, one token at a time."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.places import token_of
+
+
+@triton.jit
+def step(
+    p_q,
+    p_k,
+    p_v,
+    p_beta,
+    p_gate,
+    p_start,
+    p_cu,
+    T,
+    N,
+    p_out,
+    p_last,
+    H: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    SCALE: tl.constexpr,
+    START: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Token by token: the state is read once, decayed, corrected and queried, and written once."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_program = tl.program_id(0)
+    i_h = (i_program // NV) % H
+    i_n = i_program // (NV * H)
+    if PACKED:
+        i_first = tl.load(p_cu + i_n).to(tl.int64)
+        n_rows = tl.load(p_cu + i_n + 1) - tl.load(p_cu + i_n)
+        is_real = i_n < N
+    else:
+        i_first = i_n.to(tl.int64) * T
+        n_rows = T
+        is_real = i_n >= 0
+    o_k = tl.arange(0, BK)
+    o_v = (i_program % NV) * BV + tl.arange(0, BV)
+    m_k = (o_k < K) & is_real
+    m_v = (o_v < V) & is_real
+    o_state = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[:, None] * V + o_v[None, :]
+    m_state = m_k[:, None] & m_v[None, :]
+    b_state = tl.zeros([BK, BV], tl.float32)
+    if START:
+        b_state = tl.load(p_start + o_state, mask=m_state, other=0.0).to(tl.float32)
+    for i_row in range(0, n_rows):
+        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_here = i_token * H + i_h
+        b_q = tl.load(p_q + (i_token * HQ + i_h // (H // HQ)) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + (i_token * HK + i_h // (H // HK)) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_v = tl.load(p_v + (i_token * HV + i_h // (H // HV)) * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_beta = tl.load(p_beta + i_here, mask=is_real, other=0.0).to(tl.float32)
+        if DECAY == "head":
+            b_gate = tl.load(p_gate + i_here, mask=is_real, other=0.0).to(tl.float32)
+            b_state = faded(b_state, b_gate * LOG2E)
+        elif DECAY == "key":
+            b_gate = tl.load(p_gate + i_here * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_state = faded(b_state, (b_gate * LOG2E)[:, None])
+        b_new = b_beta * (b_v - tl.sum(b_k[:, None] * b_state, 0))
+        b_state = b_state + b_k[:, None] * b_new[None, :]
+        b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
+        tl.store(p_out + i_here * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
+    tl.store(p_last + o_state, b_state, mask=m_state)

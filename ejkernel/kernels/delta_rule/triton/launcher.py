@@ -1,0 +1,123 @@
+"""One call on its way to the device: how it is cut, and what every kernel is told of it."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.triton.packing import Packing
+from ejkernel.kernels.delta_rule.call import Call
+from ejkernel.kernels.delta_rule.triton import configs
+from ejkernel.kernels.delta_rule.triton.configs import Config
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32, shape
+from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+
+# Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
+DEVICE = {
+    "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
+    "step": "ejkernel.kernels.delta_rule.triton.device.step",
+    "system": "ejkernel.kernels.delta_rule.triton.device.system",
+    "walk": "ejkernel.kernels.delta_rule.triton.device.walk",
+}
+
+
+def device(name: str) -> Any:
+    """A module of device code."""
+    return importlib.import_module(DEVICE[name])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut: the configuration, and tokens a time segment. Folding `vmap` into the batch keeps it."""
+
+    config: Config
+    segment: int
+
+    @staticmethod
+    def of(call: Call) -> "Plan":
+        config = configs.configure(_launch.capability() or 90, call.dtype == np.float32, call.key_dim)
+        return Plan(config, config.chunk * cdiv(call.tokens, config.chunk))
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One call, its cut in blocks, and how its kernels are launched."""
+
+    call: Call
+    plan: Plan
+    packing: Packing
+    heads: tuple[int, int, int]  # of query, key and value
+
+    @staticmethod
+    def of(call: Call, plan: Plan, arrays: Sequence[jax.Array], cu_seqlens: jax.Array | None) -> "Launcher":
+        # an empty sequence has a segment: it still hands its initial state on
+        lengths = plan.config.chunk, plan.config.chunk, plan.segment
+        heads = tuple(each.shape[2] for each in arrays[:3])
+        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), heads)  # type: ignore[arg-type]
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    def blocks(self, length: int) -> int:
+        if self.call.packed:
+            return self.call.tokens // length + self.call.sequences + 1
+        return self.call.batch * cdiv(self.call.tokens, length)
+
+    def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of every token and head."""
+        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
+
+    def chunked(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+        """Of every chunk and head."""
+        return shape(self.blocks(self.config.chunk), self.call.heads, *sizes, dtype=dtype)
+
+    def states(self) -> jax.ShapeDtypeStruct:
+        """Of every sequence and head."""
+        return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
+
+    def launch(
+        self,
+        kernel: Any,
+        *arrays: Any,
+        outputs: Sequence[Any],
+        programs: int,
+        tile: Tile,
+        length: int = 0,
+        segment: bool = False,
+        aliases: dict[int, int] | None = None,
+        **constants: Any,
+    ) -> list[jax.Array]:
+        """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for."""
+        call = self.call
+        given = [self.packing.table if each is None else each for each in arrays]
+        owners = [self.packing.owners[length]] if length else []
+        sizes = [call.tokens, call.sequences] + ([self.plan.segment] if segment else [])
+        results = _launch.launch(
+            kernel,
+            *given,
+            self.packing.table,
+            *owners,
+            *sizes,
+            outputs=[shape(1) if each is None else each for each in outputs],
+            programs=programs,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            aliases=aliases,
+            H=call.heads,
+            HQ=self.heads[0],
+            HK=self.heads[1],
+            K=call.key_dim,
+            V=call.value_dim,
+            BV=min(tile.block, padded(call.value_dim)),
+            DECAY=call.decay,
+            FLIP=call.reverse,
+            PACKED=call.packed,
+            **constants,
+        )
+        return list(results)

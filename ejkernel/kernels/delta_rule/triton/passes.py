@@ -1,0 +1,211 @@
+"""A call's forward and backward, as passes over its tokens."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
+from ejkernel.kernels.delta_rule.call import Call
+from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
+from ejkernel.kernels.delta_rule.xla.recurrence import decay_beside_states
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32
+from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+
+# Sequences of so few tokens are walked one token at a time.
+FEW_TOKENS = 8
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    recalled: jax.Array  # how much of a chunk's first state its tokens take back [B, T, H, K]
+    added: jax.Array  # what tokens add to the state [B, T, H, V]
+    scores: jax.Array  # of queries with keys up to them, decayed [chunks, H, C, C]
+    inverse: jax.Array  # of the chunks' systems [chunks, H, C, C]
+    weights: jax.Array | None  # decays since a chunk's start and until its end [chunks, H, 2, C]
+    states: jax.Array  # that chunks begin with, transposed [chunks, H, V, K]
+
+
+def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Kept | None]:
+    """Output, final states and, if to be kept, what the backward needs (nothing after the token-by-token kernel)."""
+    *inputs, cu_seqlens = arrays
+    launcher = Launcher.of(call, plan, inputs, cu_seqlens)
+    if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
+        return (*_step(launcher, *inputs), None)
+    return _walk(launcher, keep, inputs, _entering(call, cu_seqlens, *inputs[4:]))
+
+
+def _entering(
+    call: Call, cu_seqlens: jax.Array | None, log_decay: jax.Array | None, state: jax.Array | None
+) -> jax.Array | None:
+    """The states that sequences are entered with, after their first tokens' gates."""
+    if state is None:
+        return None
+    gates = None if log_decay is None else of_first_tokens(call, log_decay, cu_seqlens)
+    return decayed(state.astype(F32), *decay_beside_states(call, gates))
+
+
+def _walk(
+    launcher: Launcher, keep: bool, inputs: list[Any], start: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Kept | None]:
+    query, key, value, beta, log_decay = inputs[:5]
+    call, config = launcher.call, launcher.config
+    chunk, dtype, width = config.chunk, call.dtype, padded(call.key_dim)
+    recalled, added, scores, inverse, weights = launcher.launch(
+        device("system").solve,
+        *(query, key, value, beta, log_decay),
+        outputs=[
+            launcher.rows(call.key_dim, dtype),
+            launcher.rows(call.value_dim, dtype),
+            launcher.chunked(chunk, chunk, dtype=dtype),
+            launcher.chunked(chunk, chunk, dtype=dtype) if keep else None,
+            launcher.chunked(2, chunk) if log_decay is not None else None,
+        ],
+        programs=launcher.blocks(chunk) * call.heads,
+        tile=config.system,
+        length=chunk,
+        HV=launcher.heads[2],
+        BK=width,
+        C=chunk,
+        KEEP=keep,
+        PRECISION=config.precision,
+    )
+    tile = config.forward
+    output, added, states, last = launcher.launch(
+        device("walk").forward,
+        *(query, key, recalled, added, scores, weights, start),
+        outputs=[
+            launcher.rows(call.value_dim, dtype),
+            launcher.rows(call.value_dim, dtype) if keep else None,
+            launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
+            launcher.states(),
+        ],
+        programs=launcher.blocks(launcher.plan.segment) * call.heads * _parts(call, tile.block),
+        tile=tile,
+        length=launcher.plan.segment,
+        segment=True,
+        aliases={3: 1} if keep else None,
+        BK=width,
+        C=chunk,
+        SCALE=float(call.scale),
+        START=start is not None,
+        KEEP=keep,
+        WHOLE=_whole(launcher),
+        PRECISION=config.precision,
+    )
+    if not keep:
+        return output, last, None
+    return output, last, Kept(recalled, added, scores, inverse, None if log_decay is None else weights, states)
+
+
+def _parts(call: Call, block: int) -> int:
+    return cdiv(call.value_dim, min(block, padded(call.value_dim)))
+
+
+def _whole(launcher: Launcher) -> bool:
+    """Whether no chunk has a ragged end, which spares masks."""
+    return not launcher.call.packed and launcher.call.tokens % launcher.config.chunk == 0
+
+
+def backward(
+    call: Call, plan: Plan, arrays: Any, kept: Kept | None, doutput: jax.Array, dlast: jax.Array | None
+) -> tuple[Any, ...]:
+    """Cotangents of query, key, value, beta, log decay and initial state."""
+    *inputs, cu_seqlens = arrays
+    query, key, value, beta, log_decay, initial_state = inputs
+    launcher = Launcher.of(call, plan, inputs, cu_seqlens)
+    start, pull = _entering(call, cu_seqlens, log_decay, initial_state), None
+    if initial_state is not None:
+        start, pull = jax.vjp(lambda *x: _entering(call, cu_seqlens, *x), log_decay, initial_state)
+    if kept is None:
+        kept = _walk(launcher, True, inputs, start)[2]
+        assert kept is not None
+    config, dtype, chunk = launcher.config, call.dtype, launcher.config.chunk
+    tile = config.backward
+    du, dstates, dstart = launcher.launch(
+        device("walk").backward,
+        *(query, key, kept.recalled, doutput, kept.scores, kept.weights, dlast),
+        outputs=[
+            launcher.rows(call.value_dim, dtype),
+            launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
+            launcher.states() if pull is not None else None,
+        ],
+        programs=launcher.blocks(plan.segment) * call.heads * _parts(call, tile.block),
+        tile=tile,
+        length=plan.segment,
+        segment=True,
+        BK=padded(call.key_dim),
+        C=chunk,
+        SCALE=float(call.scale),
+        START=dlast is not None,
+        LAST=pull is not None,
+        WHOLE=_whole(launcher),
+        PRECISION=config.precision,
+    )
+    block = min(config.key_block, padded(call.key_dim))
+    parts = cdiv(call.key_dim, block)
+    small = (call.batch, call.tokens, call.heads, parts)
+    dquery, dkey, dvalue, dbeta, dgate = launcher.launch(
+        device("gradients").gradients,
+        *(query, key, value, beta, log_decay, doutput, kept.added, du, kept.states, dstates, kept.inverse),
+        outputs=[
+            launcher.rows(call.key_dim, _gathered(call, query)),
+            launcher.rows(call.key_dim, _gathered(call, key)),
+            launcher.rows(call.value_dim, _gathered(call, value)),
+            jax.ShapeDtypeStruct(small, F32),
+            jax.ShapeDtypeStruct(small, F32) if log_decay is not None else None,
+        ],
+        programs=launcher.blocks(chunk) * call.heads * parts,
+        tile=config.gradients,
+        length=chunk,
+        HV=launcher.heads[2],
+        BK=block,
+        C=chunk,
+        SCALE=float(call.scale),
+        PRECISION=config.precision,
+    )
+    found = [_sum_shared(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
+    dgate = None if log_decay is None else dgate.sum(-1).astype(log_decay.dtype)
+    dstate = None
+    if pull is not None:
+        of_first, dstate = pull(dstart)
+        dgate = None if dgate is None else dgate + of_first
+    return (*found, dbeta.sum(-1).astype(beta.dtype), dgate, dstate)
+
+
+def _gathered(call: Call, like: jax.Array) -> Any:
+    """The dtype in which heads that share one are added up."""
+    return like.dtype if like.shape[2] == call.heads else F32
+
+
+def _sum_shared(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Adds up the heads that share one of `like`."""
+    if x.shape[2] == like.shape[2]:
+        return x
+    return x.reshape(*like.shape[:3], -1, x.shape[-1]).sum(3).astype(like.dtype)
+
+
+def _step(
+    launcher: Launcher,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    log_decay: jax.Array | None,
+    state: jax.Array | None,
+) -> list[jax.Array]:
+    call, tile = launcher.call, launcher.config.step
+    return launcher.launch(
+        device("step").step,
+        *(query, key, value, beta, log_decay, state),
+        outputs=[launcher.rows(call.value_dim, call.dtype), launcher.states()],
+        # packed streams have one more sequence: the padding behind the last
+        programs=(call.sequences + call.packed) * call.heads * _parts(call, tile.block),
+        tile=tile,
+        aliases={5: 1} if state is not None and state.dtype == F32 else None,
+        HV=launcher.heads[2],
+        BK=padded(call.key_dim),
+        SCALE=float(call.scale),
+        START=state is not None,
+    )
