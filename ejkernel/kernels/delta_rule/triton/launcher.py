@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
 from ejkernel.kernels.chunks.triton.packing import Packing
-from ejkernel.kernels.delta_rule.call import Call
+from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.kernels.delta_rule.triton import configs
 from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.kernels.linear_recurrence.triton.configs import Tile
@@ -45,20 +46,53 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What every kernel is compiled for; device code gets it as `CALL`."""
+
+    heads: int
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    decay: Decay
+    scale: float
+    whole: bool  # no chunk has a ragged end, which spares masks
+    flip: bool  # the last token comes first
+    precision: str  # of dots on float32 operands
+    solve: str  # of those with an inverse
+
+
+@dataclass(frozen=True)
 class Launcher:
     """One call, its cut in blocks, and how its kernels are launched."""
 
     call: Call
     plan: Plan
     packing: Packing
-    heads: tuple[int, int, int]  # of query, key and value
+    facts: Facts
 
     @staticmethod
     def of(call: Call, plan: Plan, arrays: Sequence[jax.Array], cu_seqlens: jax.Array | None) -> "Launcher":
+        config = plan.config
+        facts = Facts(
+            call.heads,
+            *(each.shape[2] for each in arrays[:3]),
+            call.key_dim,
+            call.value_dim,
+            chunk=config.chunk,
+            decay=call.decay,
+            scale=float(call.scale),
+            whole=not call.packed and call.tokens % config.chunk == 0,
+            flip=call.reverse,
+            precision=config.precision,
+            # one pass of TF32 has more digits than bfloat16 operands, and fewer than what an inverse needs of float32's
+            solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
+        )
         # an empty sequence has a segment: it still hands its initial state on
-        lengths = plan.config.chunk, plan.config.chunk, plan.segment
-        heads = tuple(each.shape[2] for each in arrays[:3])
-        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), heads)  # type: ignore[arg-type]
+        lengths = config.chunk, config.chunk, plan.segment
+        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), facts)
 
     @property
     def config(self) -> Config:
@@ -94,13 +128,11 @@ class Launcher:
         **constants: Any,
     ) -> list[jax.Array]:
         """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for."""
-        call = self.call
-        given = [self.packing.table if each is None else each for each in arrays]
         owners = [self.packing.owners[length]] if length else []
-        sizes = [call.tokens, call.sequences] + ([self.plan.segment] if segment else [])
+        sizes = [self.call.tokens, self.call.sequences] + ([length] if segment else [])
         results = _launch.launch(
             kernel,
-            *given,
+            *(self.packing.table if each is None else each for each in arrays),
             self.packing.table,
             *owners,
             *sizes,
@@ -109,15 +141,23 @@ class Launcher:
             num_warps=tile.warps,
             num_stages=tile.stages,
             aliases=aliases,
-            H=call.heads,
-            HQ=self.heads[0],
-            HK=self.heads[1],
-            K=call.key_dim,
-            V=call.value_dim,
-            BV=min(tile.block, padded(call.value_dim)),
-            DECAY=call.decay,
-            FLIP=call.reverse,
-            PACKED=call.packed,
+            CALL=self.facts,
+            PACKED=self.call.packed,
             **constants,
         )
         return list(results)
+
+    def walk(self, kernel: Any, *arrays: Any, tile: Tile, **rest: Any) -> list[jax.Array]:
+        """Runs `kernel` over time segments, a block of value dims a program."""
+        block, length = min(tile.block, padded(self.call.value_dim)), self.plan.segment
+        return self.launch(
+            kernel,
+            *arrays,
+            programs=self.blocks(length) * self.call.heads * cdiv(self.call.value_dim, block),
+            tile=tile,
+            length=length,
+            segment=True,
+            BK=padded(self.call.key_dim),
+            BV=block,
+            **rest,
+        )

@@ -19,11 +19,10 @@ FEW_TOKENS = 8
 class Kept(NamedTuple):
     """What a forward leaves for its backward."""
 
-    recalled: jax.Array  # how much of a chunk's first state its tokens take back [B, T, H, K]
     added: jax.Array  # what tokens add to the state [B, T, H, V]
-    scores: jax.Array  # of queries with keys up to them, decayed [chunks, H, C, C]
-    inverse: jax.Array  # of the chunks' systems [chunks, H, C, C]
-    weights: jax.Array | None  # decays since a chunk's start and until its end [chunks, H, 2, C]
+    reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
+    transposed: jax.Array  # inverses of the chunks' systems, transposed [chunks, H, C, C]
+    weights: jax.Array  # beta, decays since a chunk's start and until its end [chunks, H, 3, C]
     states: jax.Array  # that chunks begin with, transposed [chunks, H, V, K]
 
 
@@ -51,61 +50,36 @@ def _walk(
 ) -> tuple[jax.Array, jax.Array, Kept | None]:
     query, key, value, beta, log_decay = inputs[:5]
     call, config = launcher.call, launcher.config
-    chunk, dtype, width = config.chunk, call.dtype, padded(call.key_dim)
-    recalled, added, scores, inverse, weights = launcher.launch(
+    chunk, dtype = config.chunk, call.dtype
+    reads, inverse, transposed, weights = launcher.launch(
         device("system").solve,
-        *(query, key, value, beta, log_decay),
+        *(query, key, beta, log_decay),
         outputs=[
-            launcher.rows(call.key_dim, dtype),
-            launcher.rows(call.value_dim, dtype),
             launcher.chunked(chunk, chunk, dtype=dtype),
-            launcher.chunked(chunk, chunk, dtype=dtype) if keep else None,
-            launcher.chunked(2, chunk) if log_decay is not None else None,
+            launcher.chunked(chunk, chunk),
+            launcher.chunked(chunk, chunk) if keep else None,
+            launcher.chunked(3, chunk),
         ],
         programs=launcher.blocks(chunk) * call.heads,
         tile=config.system,
         length=chunk,
-        HV=launcher.heads[2],
-        BK=width,
-        C=chunk,
+        BK=padded(call.key_dim),
         KEEP=keep,
-        PRECISION=config.precision,
     )
-    tile = config.forward
-    output, added, states, last = launcher.launch(
+    output, added, states, last = launcher.walk(
         device("walk").forward,
-        *(query, key, recalled, added, scores, weights, start),
+        *(query, key, value, reads, inverse, weights, start),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.rows(call.value_dim, dtype) if keep else None,
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
             launcher.states(),
         ],
-        programs=launcher.blocks(launcher.plan.segment) * call.heads * _parts(call, tile.block),
-        tile=tile,
-        length=launcher.plan.segment,
-        segment=True,
-        aliases={3: 1} if keep else None,
-        BK=width,
-        C=chunk,
-        SCALE=float(call.scale),
+        tile=config.forward,
         START=start is not None,
         KEEP=keep,
-        WHOLE=_whole(launcher),
-        PRECISION=config.precision,
     )
-    if not keep:
-        return output, last, None
-    return output, last, Kept(recalled, added, scores, inverse, None if log_decay is None else weights, states)
-
-
-def _parts(call: Call, block: int) -> int:
-    return cdiv(call.value_dim, min(block, padded(call.value_dim)))
-
-
-def _whole(launcher: Launcher) -> bool:
-    """Whether no chunk has a ragged end, which spares masks."""
-    return not launcher.call.packed and launcher.call.tokens % launcher.config.chunk == 0
+    return output, last, Kept(added, reads, transposed, weights, states) if keep else None
 
 
 def backward(
@@ -122,33 +96,24 @@ def backward(
         kept = _walk(launcher, True, inputs, start)[2]
         assert kept is not None
     config, dtype, chunk = launcher.config, call.dtype, launcher.config.chunk
-    tile = config.backward
-    du, dstates, dstart = launcher.launch(
+    dr, dstates, dstart = launcher.walk(
         device("walk").backward,
-        *(query, key, kept.recalled, doutput, kept.scores, kept.weights, dlast),
+        *(query, key, doutput, kept.reads, kept.transposed, kept.weights, dlast),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
             launcher.states() if pull is not None else None,
         ],
-        programs=launcher.blocks(plan.segment) * call.heads * _parts(call, tile.block),
-        tile=tile,
-        length=plan.segment,
-        segment=True,
-        BK=padded(call.key_dim),
-        C=chunk,
-        SCALE=float(call.scale),
+        tile=config.backward,
         START=dlast is not None,
         LAST=pull is not None,
-        WHOLE=_whole(launcher),
-        PRECISION=config.precision,
     )
     block = min(config.key_block, padded(call.key_dim))
     parts = cdiv(call.key_dim, block)
     small = (call.batch, call.tokens, call.heads, parts)
     dquery, dkey, dvalue, dbeta, dgate = launcher.launch(
         device("gradients").gradients,
-        *(query, key, value, beta, log_decay, doutput, kept.added, du, kept.states, dstates, kept.inverse),
+        *(query, key, value, beta, log_decay, doutput, kept.added, dr, kept.states, dstates),
         outputs=[
             launcher.rows(call.key_dim, _gathered(call, query)),
             launcher.rows(call.key_dim, _gathered(call, key)),
@@ -159,11 +124,8 @@ def backward(
         programs=launcher.blocks(chunk) * call.heads * parts,
         tile=config.gradients,
         length=chunk,
-        HV=launcher.heads[2],
         BK=block,
-        C=chunk,
-        SCALE=float(call.scale),
-        PRECISION=config.precision,
+        BV=min(config.gradients.block, padded(call.value_dim)),
     )
     found = [_sum_shared(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
     dgate = None if log_decay is None else dgate.sum(-1).astype(log_decay.dtype)
@@ -196,16 +158,16 @@ def _step(
     state: jax.Array | None,
 ) -> list[jax.Array]:
     call, tile = launcher.call, launcher.config.step
+    block = min(tile.block, padded(call.value_dim))
     return launcher.launch(
         device("step").step,
         *(query, key, value, beta, log_decay, state),
         outputs=[launcher.rows(call.value_dim, call.dtype), launcher.states()],
         # packed streams have one more sequence: the padding behind the last
-        programs=(call.sequences + call.packed) * call.heads * _parts(call, tile.block),
+        programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
         aliases={5: 1} if state is not None and state.dtype == F32 else None,
-        HV=launcher.heads[2],
         BK=padded(call.key_dim),
-        SCALE=float(call.scale),
+        BV=block,
         START=state is not None,
     )

@@ -19,10 +19,9 @@ def gradients(
     p_gate,
     p_dout,
     p_u,
-    p_du,
+    p_dr,
     p_states,
     p_dstates,
-    p_inverse,
     p_cu,
     p_owner,
     T,
@@ -32,22 +31,23 @@ def gradients(
     p_dv,
     p_dbeta,
     p_dgate,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    CALL: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
     PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """dq, dk and dv of a chunk, and for some key dims their parts of dβ and of the gates' gradient."""
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    HV: tl.constexpr = CALL.value_heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    C: tl.constexpr = CALL.chunk
+    DECAY: tl.constexpr = CALL.decay
+    SCALE: tl.constexpr = CALL.scale
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.precision
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0)
     i_k = i_program % NK
@@ -70,7 +70,6 @@ def gradients(
     m_earlier = o_r[:, None] > o_r[None, :]
     o_head = (i_token + o_t) * H + i_h
     b_beta = tl.load(p_beta + o_head, mask=m_read, other=0.0).to(tl.float32)
-    b_solve = tl.trans(tl.load(p_inverse + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :]))
     b_dscore = tl.zeros([C, C], tl.float32)
     b_dbelow = tl.zeros([C, C], tl.float32)
     b_dq = tl.zeros([C, BK], tl.float32)
@@ -80,26 +79,24 @@ def gradients(
     b_through = 0.0
     for i_v in range(0, (V + BV - 1) // BV):
         o_v = i_v * BV + tl.arange(0, BV)
-        b_du = load_rows(p_du, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
+        b_dr = load_rows(p_dr, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
         b_u = load_rows(p_u, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
         b_do = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
         o_state = i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
         m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
         b_state = tl.load(p_states + o_state, mask=m_state, other=0.0)
         b_dstate = tl.load(p_dstates + o_state, mask=m_state, other=0.0)
-        b_dr = tl.dot(b_solve, b_du, input_precision=PRECISION)
-        b_dr_rounded = b_dr.to(b_u.dtype)
         b_dscore = tl.dot(b_do, tl.trans(b_u), acc=b_dscore, input_precision=PRECISION)
-        b_dbelow = tl.dot(b_dr_rounded, tl.trans(b_u), acc=b_dbelow, input_precision=PRECISION)
+        b_dbelow = tl.dot(b_dr, tl.trans(b_u), acc=b_dbelow, input_precision=PRECISION)
         b_dq = tl.dot(b_do, b_state, acc=b_dq, input_precision=PRECISION)
-        b_dstart = tl.dot(b_dr_rounded, b_state, acc=b_dstart, input_precision=PRECISION)
+        b_dstart = tl.dot(b_dr, b_state, acc=b_dstart, input_precision=PRECISION)
         b_dend = tl.dot(b_u, b_dstate, acc=b_dend, input_precision=PRECISION)
         if DECAY != "none":
             b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
         if i_k == 0:
             b_v = load_rows(p_v, i_token, i_vh, o_t, m_read, o_v, HV, V, V % BV != 0, False)
-            b_dbeta += tl.sum(b_dr * b_v.to(tl.float32), 1)
-            b_dv = b_dr * b_beta[:, None]
+            b_dbeta += tl.sum(b_dr.to(tl.float32) * b_v.to(tl.float32), 1)
+            b_dv = b_dr.to(tl.float32) * b_beta[:, None]
             o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
             m_rows = m_write[:, None] & (o_v[None, :] < V)
             tl.store(p_dv + o_rows, b_dv.to(p_dv.dtype.element_ty), mask=m_rows)

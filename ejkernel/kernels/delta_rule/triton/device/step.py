@@ -22,21 +22,22 @@ def step(
     N,
     p_out,
     p_last,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    CALL: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
     START: tl.constexpr,
     PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
 ):
     """Token by token: the state is read once, decayed, corrected and queried, and written once."""
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    HV: tl.constexpr = CALL.value_heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    DECAY: tl.constexpr = CALL.decay
+    SCALE: tl.constexpr = CALL.scale
+    FLIP: tl.constexpr = CALL.flip
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H

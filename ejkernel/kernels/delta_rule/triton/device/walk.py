@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit
@@ -20,9 +21,9 @@ def load_pairs(p_pair, i_chunk, o_r, C: tl.constexpr):
 def forward(
     p_q,
     p_k,
-    p_recalled,
-    p_added,
-    p_score,
+    p_v,
+    p_read,
+    p_inverse,
     p_weight,
     p_start,
     p_cu,
@@ -34,27 +35,30 @@ def forward(
     p_u,
     p_states,
     p_last,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    CALL: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
     START: tl.constexpr,
     KEEP: tl.constexpr,
-    WHOLE: tl.constexpr,
     PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """`u = added - recalled S`, `out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (k e^{A_C - A})ᵀ u`; the last state.
+    """`u = (I + M)⁻¹ r` where `r = β (v - e^A k S)`, `out = scale (e^A q S + P (I + M)⁻¹ r)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`.
 
-    KEEP stores `u`, in place of what was added, and the state at each chunk's start.
+    Stores the output and the last state; KEEP also `u` and the state at each chunk's start.
     """
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    HV: tl.constexpr = CALL.value_heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    C: tl.constexpr = CALL.chunk
+    DECAY: tl.constexpr = CALL.decay
+    SCALE: tl.constexpr = CALL.scale
+    WHOLE: tl.constexpr = CALL.whole
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.precision
+    SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
@@ -84,23 +88,27 @@ def forward(
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         m_read = i_row + o_r < n_read
-        b_w = load_rows(p_recalled, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
-        b_u = load_rows(p_added, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
-        b_score = load_pairs(p_score, i_chunk, o_r, C)
+        b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
+        b_inverse = load_pairs(p_inverse, i_chunk, o_r, C)
+        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
+        b_read = load_pairs(p_read, i_chunk, o_r, C)
+        p_row = p_weight + i_chunk * (3 * C)
         b_seen = b_state.to(b_k.dtype)
-        b_new = tl.trans(b_u).to(tl.float32) - tl.dot(b_seen, tl.trans(b_w), input_precision=PRECISION)
+        b_met = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
         b_out = tl.dot(b_seen, tl.trans(b_q), input_precision=PRECISION)
-        b_put = b_new
         if DECAY == "head":
-            p_row = p_weight + i_chunk * (2 * C)
-            b_out = b_out * tl.load(p_row + o_r)[None, :]
-            b_put = b_new * tl.load(p_row + C + o_r)[None, :]
-            b_state = b_state * tl.load(p_row + C - 1)
-        b_new = b_new.to(b_k.dtype)
+            b_since = tl.load(p_row + C + o_r)[None, :]
+            b_met = b_met * b_since
+            b_out = b_out * b_since
+            b_state = b_state * tl.load(p_row + 2 * C - 1)
+        b_error = (tl.trans(b_v).to(tl.float32) - b_met) * tl.load(p_row + o_r)[None, :]
+        b_out = tl.dot(b_error.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
+        b_u = tl.dot(nearest(b_error, SOLVE), tl.trans(b_inverse), input_precision=SOLVE)
+        b_put = b_u
+        if DECAY == "head":
+            b_put = b_u * tl.load(p_row + 2 * C + o_r)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_k, acc=b_state, input_precision=PRECISION)
-        b_out = tl.dot(b_new, tl.trans(b_score), acc=b_out, input_precision=PRECISION) * SCALE
         o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
         m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
         b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
@@ -110,11 +118,10 @@ def forward(
             tl.store(p_out + o_rows, b_rows, mask=m_rows)
         if KEEP:
             if WHOLE and not PAD_V:
-                tl.store(p_u + o_rows, tl.trans(b_new))
+                tl.store(p_u + o_rows, tl.trans(b_u.to(b_k.dtype)))
             else:
-                tl.store(p_u + o_rows, tl.trans(b_new), mask=m_rows)
-            p_tile = p_states + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
-            tl.store(p_tile, b_seen, mask=m_state)
+                tl.store(p_u + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
+            tl.store(p_states + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :], b_seen, mask=m_state)
     if (i_from + n_steps >= n_chunks) & (i_n < N):
         tl.store(p_last + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
 
@@ -123,9 +130,9 @@ def forward(
 def backward(
     p_q,
     p_k,
-    p_recalled,
     p_dout,
-    p_score,
+    p_read,
+    p_transposed,
     p_weight,
     p_dlast,
     p_cu,
@@ -133,30 +140,33 @@ def backward(
     T,
     N,
     L,
-    p_du,
+    p_dr,
     p_dstates,
     p_dstart,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    CALL: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
     START: tl.constexpr,
     LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
     PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """`du = scale Pᵀ do + k e^{A_C - A} dS`, `dS ← e^{A_C} dS + scale (q e^A)ᵀ do - recalledᵀ du`, last chunk first.
+    """`dr = (I + M)⁻ᵀ (scale Pᵀ do + e^{A_C - A} k dS)`, `dS ← e^{A_C} dS + (e^A q)ᵀ scale do - (e^A k)ᵀ β dr`.
 
-    Stores `du`, the cotangent of the state at each chunk's end, and if LAST that of the first state.
+    From the last chunk to the first. Stores `dr`, the cotangent of the state at each chunk's end, and if LAST that of
+    the first state.
     """
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    C: tl.constexpr = CALL.chunk
+    DECAY: tl.constexpr = CALL.decay
+    SCALE: tl.constexpr = CALL.scale
+    WHOLE: tl.constexpr = CALL.whole
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.precision
+    SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
@@ -188,28 +198,31 @@ def backward(
         m_read = i_row + o_r < n_read
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_do = tl.trans(load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE))
-        b_score = load_pairs(p_score, i_chunk, o_r, C)
-        b_w = load_rows(p_recalled, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
+        b_read = load_pairs(p_read, i_chunk, o_r, C)
+        b_inverse = load_pairs(p_transposed, i_chunk, o_r, C)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
+        p_row = p_weight + i_chunk * (3 * C)
         b_seen = b_dstate.to(b_k.dtype)
+        tl.store(p_dstates + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :], b_seen, mask=m_state)
         b_du = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
-        b_read = b_do.to(tl.float32) * SCALE
+        b_query = b_do.to(tl.float32) * SCALE
+        b_write = tl.load(p_row + o_r)[None, :]
         if DECAY == "head":
-            p_row = p_weight + i_chunk * (2 * C)
-            b_du = b_du * tl.load(p_row + C + o_r)[None, :]
-            b_read = b_read * tl.load(p_row + o_r)[None, :]
-            b_dstate = b_dstate * tl.load(p_row + C - 1)
-        p_tile = p_dstates + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
-        tl.store(p_tile, b_seen, mask=m_state)
-        b_du += tl.dot(b_do, b_score, input_precision=PRECISION) * SCALE
-        b_du = b_du.to(b_k.dtype)
-        b_dstate = tl.dot(b_read.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
-        b_dstate -= tl.dot(b_du, b_w, input_precision=PRECISION)
+            b_since = tl.load(p_row + C + o_r)[None, :]
+            b_du = b_du * tl.load(p_row + 2 * C + o_r)[None, :]
+            b_query = b_query * b_since
+            b_write = b_write * b_since
+            b_dstate = b_dstate * tl.load(p_row + 2 * C - 1)
+        b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
+        b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
+        b_dr = tl.dot(nearest(b_du, SOLVE), tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
+        b_dstate = tl.dot((b_dr * -b_write).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
+        b_dr = tl.trans(b_dr.to(b_k.dtype))
         o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
         if WHOLE and not PAD_V:
-            tl.store(p_du + o_rows, tl.trans(b_du))
+            tl.store(p_dr + o_rows, b_dr)
         else:
-            tl.store(p_du + o_rows, tl.trans(b_du), mask=(i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V))
+            tl.store(p_dr + o_rows, b_dr, mask=(i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V))
     if LAST:
         if (i_j == 0) & (i_n < N):
             tl.store(p_dstart + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_dstate, mask=m_state)
