@@ -11,17 +11,19 @@ class Config:
 
     Attributes:
         chunk: Tokens that one triangular system solves for.
-        precision: Of the dots on float32 operands, the system's inverse among them.
-        system: The kernel that solves the systems; it takes value dims a block at a time.
+        precision: Of the dots on float32 operands.
+        invert: Of the dots that make an inverse, on float32 operands too.
+        system: The kernel that solves the systems; its block is of key dims, where these have gates.
         forward: The walk over chunks, by blocks of value dims.
         backward: The walk back.
-        gradients: The kernel of all gradients; it takes value dims a block at a time.
-        key_block: Key dims that one program of the latter looks after.
+        gradients: The kernel of all gradients, by blocks of value dims.
+        key_block: Key dims that the latter takes at once.
         step: The token-by-token kernel.
     """
 
     chunk: int
     precision: str
+    invert: str
     system: Tile
     forward: Tile
     backward: Tile
@@ -33,30 +35,30 @@ class Config:
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(64, "tf32x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 1), 128, _STEP),
-        256: Config(64, "tf32x3", Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), 128, _STEP),
+        128: Config(64, "tf32x3", "bf16x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 1), 128, _STEP),
+        256: Config(64, "tf32x3", "bf16x3", Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), 128, _STEP),
     },
     MEDIUM: {
-        128: Config(32, "tf32x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
-        256: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
+        256: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
     },
     SMALL: {
-        128: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(32, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(32, "tf32x3", "bf16x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(32, "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, "tf32x3", "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
     },
     MEDIUM: {
-        128: Config(32, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 64, _STEP),
     },
     SMALL: {
-        128: Config(16, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 32, _STEP),
-        256: Config(16, "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 32, _STEP),
+        128: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 32, _STEP),
+        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 32, _STEP),
     },
 }
 

@@ -61,7 +61,8 @@ class Facts:
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
     precision: str  # of dots on float32 operands
-    solve: str  # of those with an inverse
+    invert: str  # of those that make an inverse
+    solve: str  # of those that apply it
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Launcher:
             whole=not call.packed and call.tokens % config.chunk == 0,
             flip=call.reverse,
             precision=config.precision,
-            # one pass of TF32 has more digits than bfloat16 operands, and fewer than what an inverse needs of float32's
+            invert=config.invert,
+            # one pass of TF32 has three digits more than bfloat16
             solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
         )
         # an empty sequence has a segment: it still hands its initial state on
@@ -106,6 +108,11 @@ class Launcher:
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of every token and head."""
         return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
+
+    def parts(self, number: int, like: jax.Array) -> jax.ShapeDtypeStruct:
+        """Of every token and head, a gradient of `like` in a number of parts; in float32 if they are to be added up."""
+        dtype = like.dtype if number == 1 and like.shape[2] == self.call.heads else F32
+        return shape(self.call.batch, self.call.tokens, self.call.heads, number, like.shape[3], dtype=dtype)
 
     def chunked(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
         """Of every chunk and head."""

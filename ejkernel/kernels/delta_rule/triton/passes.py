@@ -9,7 +9,7 @@ from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.xla.recurrence import decay_beside_states
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32, shape
 from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 
 # Sequences of so few tokens are walked one token at a time.
@@ -68,7 +68,7 @@ def _walk(
     )
     output, added, states, last = launcher.walk(
         device("walk").forward,
-        *(query, key, value, reads, inverse, weights, start),
+        *(query, key, None, value, reads, inverse, weights, None, start),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.rows(call.value_dim, dtype) if keep else None,
@@ -98,7 +98,7 @@ def backward(
     config, dtype, chunk = launcher.config, call.dtype, launcher.config.chunk
     dr, dstates, dstart = launcher.walk(
         device("walk").backward,
-        *(query, key, doutput, kept.reads, kept.transposed, kept.weights, dlast),
+        *(query, key, None, doutput, kept.reads, kept.transposed, kept.weights, None, dlast),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
@@ -108,26 +108,27 @@ def backward(
         START=dlast is not None,
         LAST=pull is not None,
     )
-    block = min(config.key_block, padded(call.key_dim))
-    parts = cdiv(call.key_dim, block)
-    small = (call.batch, call.tokens, call.heads, parts)
+    block = min(config.gradients.block, padded(call.value_dim))
+    parts = cdiv(call.value_dim, block)
+    small = shape(call.batch, call.tokens, call.heads, parts)
     dquery, dkey, dvalue, dbeta, dgate = launcher.launch(
         device("gradients").gradients,
-        *(query, key, value, beta, log_decay, doutput, kept.added, dr, kept.states, dstates),
+        *(query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates),
         outputs=[
-            launcher.rows(call.key_dim, _gathered(call, query)),
-            launcher.rows(call.key_dim, _gathered(call, key)),
-            launcher.rows(call.value_dim, _gathered(call, value)),
-            jax.ShapeDtypeStruct(small, F32),
-            jax.ShapeDtypeStruct(small, F32) if log_decay is not None else None,
+            launcher.parts(parts, query),
+            launcher.parts(parts, key),
+            launcher.rows(call.value_dim, value.dtype if value.shape[2] == call.heads else F32),
+            small,
+            small if log_decay is not None else None,
         ],
         programs=launcher.blocks(chunk) * call.heads * parts,
         tile=config.gradients,
         length=chunk,
-        BK=block,
-        BV=min(config.gradients.block, padded(call.value_dim)),
+        BK=min(config.key_block, padded(call.key_dim)),
+        BV=block,
     )
-    found = [_sum_shared(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
+    dvalue = dvalue[..., None, :]
+    found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
     dgate = None if log_decay is None else dgate.sum(-1).astype(log_decay.dtype)
     dstate = None
     if pull is not None:
@@ -136,16 +137,9 @@ def backward(
     return (*found, dbeta.sum(-1).astype(beta.dtype), dgate, dstate)
 
 
-def _gathered(call: Call, like: jax.Array) -> Any:
-    """The dtype in which heads that share one are added up."""
-    return like.dtype if like.shape[2] == call.heads else F32
-
-
-def _sum_shared(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Adds up the heads that share one of `like`."""
-    if x.shape[2] == like.shape[2]:
-        return x
-    return x.reshape(*like.shape[:3], -1, x.shape[-1]).sum(3).astype(like.dtype)
+def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Adds up the parts of a gradient of `like`, `[B, T, H, parts, ·]`, and the heads that share one of its own."""
+    return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3).astype(like.dtype)
 
 
 def _step(

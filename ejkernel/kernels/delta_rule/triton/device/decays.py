@@ -7,6 +7,9 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
 
+# no state that a token could be short of is so large that this part of it is not lost in rounding
+LEAST_BETA = tl.constexpr(2.0**-60)
+
 
 @triton.jit
 def sum_gates(p_gate, i_token, i_h, o_t, m_gate, H: tl.constexpr):
@@ -35,3 +38,9 @@ def pair_decays(b_whole, b_part, o_r):
     """From each column's row to each row that is not before it, 0 elsewhere: `[C, C]`."""
     b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
     return tl.exp2(tl.where(o_r[:, None] >= o_r[None, :], tl.minimum(b_gap, MOST), float("-inf")))
+
+
+@triton.jit
+def writing(b_beta):
+    """Beta, or what nobody can tell from 0: what a token is short of is found again from what it adds."""
+    return tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)

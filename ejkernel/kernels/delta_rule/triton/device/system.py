@@ -6,9 +6,34 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
-from ejkernel.kernels.delta_rule.triton.device.decays import decays, pair_decays, sum_gates
+from ejkernel.kernels.delta_rule.triton.device.decays import decays, pair_decays, sum_gates, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
+
+
+@triton.jit
+def store_system(
+    b_inverse,
+    b_score,
+    p_read,
+    p_inverse,
+    p_transposed,
+    i_chunk,
+    o_r,
+    C: tl.constexpr,
+    KEEP: tl.constexpr,
+    INVERT: tl.constexpr,
+    SOLVE: tl.constexpr,
+):
+    """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed."""
+    o_pair = i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :]
+    # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
+    b_read = tl.dot(b_score, b_inverse, input_precision=INVERT)
+    tl.store(p_read + o_pair, b_read.to(p_read.dtype.element_ty))
+    b_inverse = nearest(b_inverse, SOLVE)
+    tl.store(p_inverse + o_pair, b_inverse)
+    if KEEP:
+        tl.store(p_transposed + o_pair, tl.trans(b_inverse))
 
 
 @triton.jit
@@ -42,6 +67,7 @@ def solve(
     DECAY: tl.constexpr = CALL.decay
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
+    INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
     i_program = tl.program_id(0)
     i_h = i_program % H
@@ -57,31 +83,26 @@ def solve(
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
-    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
-    # selected before anything multiplies them: a pair that nobody reads may have overflowed
-    m_earlier = o_r[:, None] > o_r[None, :]
-    b_below = tl.where(m_earlier, tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION), 0.0)
-    b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
+    b_beta = writing(b_beta)
     p_row = p_weight + i_chunk * (3 * C) + o_r
     tl.store(p_row, b_beta)
+    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
+    # selected before anything multiplies them: a pair that nobody reads may have overflowed
+    b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     if DECAY == "head":
         # the first gate is in the state that the sequence begins with
         m_gate = m_read & (i_row + o_r > 0)
         b_whole, b_part, _ = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
         b_since, b_until = decays(b_whole, b_part, o_r, C)
-        b_pair = pair_decays(b_whole, b_part, o_r)
-        b_below = b_below * b_pair
-        b_score = b_score * b_pair
         tl.store(p_row + C, b_since)
         tl.store(p_row + 2 * C, b_until)
-    o_pair = i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :]
-    b_inverse = inverse(b_below * b_beta[:, None], C, PRECISION)
-    # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
-    b_read = tl.dot(b_score, b_inverse, input_precision=PRECISION)
-    tl.store(p_read + o_pair, b_read.to(p_read.dtype.element_ty))
-    b_inverse = nearest(b_inverse, SOLVE)
-    tl.store(p_inverse + o_pair, b_inverse)
-    if KEEP:
-        tl.store(p_transposed + o_pair, tl.trans(b_inverse))
+        b_below = b_below * pair_decays(b_whole, b_part, o_r)
+    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+    # only now, for the sake of registers
+    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
+    b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
+    if DECAY == "head":
+        b_score = b_score * pair_decays(b_whole, b_part, o_r)
+    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)

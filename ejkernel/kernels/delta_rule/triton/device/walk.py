@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -21,10 +22,12 @@ def load_pairs(p_pair, i_chunk, o_r, C: tl.constexpr):
 def forward(
     p_q,
     p_k,
+    p_write,
     p_v,
     p_read,
     p_inverse,
     p_weight,
+    p_total,
     p_start,
     p_cu,
     p_owner,
@@ -44,6 +47,7 @@ def forward(
 ):
     """`u = (I + M)⁻¹ r` where `r = β (v - e^A k S)`, `out = scale (e^A q S + P (I + M)⁻¹ r)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`.
 
+    With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`.
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start.
     """
     H: tl.constexpr = CALL.heads
@@ -89,6 +93,9 @@ def forward(
         i_chunk = (i_chunk0 + i_c) * H + i_h
         m_read = i_row + o_r < n_read
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
+        b_write = b_k
+        if DECAY == "key":
+            b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
         b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
         b_inverse = load_pairs(p_inverse, i_chunk, o_r, C)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
@@ -102,13 +109,16 @@ def forward(
             b_met = b_met * b_since
             b_out = b_out * b_since
             b_state = b_state * tl.load(p_row + 2 * C - 1)
-        b_error = (tl.trans(b_v).to(tl.float32) - b_met) * tl.load(p_row + o_r)[None, :]
+        b_beta = tl.load(p_row + o_r)[None, :]
+        b_error = (tl.trans(b_v).to(tl.float32) - b_met) * b_beta
         b_out = tl.dot(b_error.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
         b_u = tl.dot(nearest(b_error, SOLVE), tl.trans(b_inverse), input_precision=SOLVE)
-        b_put = b_u
+        b_put = tl.where(b_beta == LEAST_BETA, 0.0, b_u)
         if DECAY == "head":
-            b_put = b_u * tl.load(p_row + 2 * C + o_r)[None, :]
-        b_state = tl.dot(b_put.to(b_k.dtype), b_k, acc=b_state, input_precision=PRECISION)
+            b_put = b_put * tl.load(p_row + 2 * C + o_r)[None, :]
+        if DECAY == "key":
+            b_state = b_state * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
         o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
         m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
         b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
@@ -130,10 +140,12 @@ def forward(
 def backward(
     p_q,
     p_k,
+    p_write,
     p_dout,
     p_read,
     p_transposed,
     p_weight,
+    p_total,
     p_dlast,
     p_cu,
     p_owner,
@@ -197,6 +209,9 @@ def backward(
         i_chunk = (i_chunk0 + i_c) * H + i_h
         m_read = i_row + o_r < n_read
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
+        b_write = b_k
+        if DECAY == "key":
+            b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
         b_do = tl.trans(load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE))
         b_read = load_pairs(p_read, i_chunk, o_r, C)
         b_inverse = load_pairs(p_transposed, i_chunk, o_r, C)
@@ -204,19 +219,21 @@ def backward(
         p_row = p_weight + i_chunk * (3 * C)
         b_seen = b_dstate.to(b_k.dtype)
         tl.store(p_dstates + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :], b_seen, mask=m_state)
-        b_du = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
+        b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
         b_query = b_do.to(tl.float32) * SCALE
-        b_write = tl.load(p_row + o_r)[None, :]
+        b_beta = tl.load(p_row + o_r)[None, :]
         if DECAY == "head":
             b_since = tl.load(p_row + C + o_r)[None, :]
             b_du = b_du * tl.load(p_row + 2 * C + o_r)[None, :]
             b_query = b_query * b_since
-            b_write = b_write * b_since
+            b_beta = b_beta * b_since
             b_dstate = b_dstate * tl.load(p_row + 2 * C - 1)
+        if DECAY == "key":
+            b_dstate = b_dstate * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
         b_dr = tl.dot(nearest(b_du, SOLVE), tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-        b_dstate = tl.dot((b_dr * -b_write).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
+        b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.trans(b_dr.to(b_k.dtype))
         o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
         if WHOLE and not PAD_V:

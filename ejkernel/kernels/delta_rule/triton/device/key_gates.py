@@ -1,0 +1,157 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code for one gate a key dim: what a chunk's gates make of its queries and keys.
+
+Sums of gates are only ever added up, over runs of tokens, by products with matrices of zeros and ones: no strong gate
+costs another its digits. Between two tokens a decay is split at a token between them. For most chunks that is the one
+in the middle; a chunk with gates too strong for it is split dyadically, where no decay is ever inverted.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import MOST
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
+from ejkernel.kernels.delta_rule.triton.device.decays import writing
+from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
+from ejkernel.kernels.delta_rule.triton.device.system import store_system
+
+
+@triton.jit
+def decays_to_ends(b_gate, o_r, FINE: tl.constexpr):
+    """From the chunk's start to each row, and from there to its end; finite, since 0 times infinity is no number."""
+    b_since = sum_gates(o_r[None, :] <= o_r[:, None], b_gate, FINE)
+    b_until = sum_gates(o_r[None, :] > o_r[:, None], b_gate, FINE)
+    return tl.exp2(tl.minimum(b_since, MOST)), tl.exp2(tl.minimum(b_until, MOST))
+
+
+@triton.jit
+def bits_to_border(b_gate, o_r, i_level, FINE: tl.constexpr):
+    """At a dyadic level, sums of gates between a row and the border of its pair of blocks; and which rows come late."""
+    m_late = ((o_r >> i_level) & 1) != 0
+    i_border = ((o_r >> i_level) | 1) << i_level
+    m_sum = tl.where(
+        m_late[:, None],
+        (o_r[None, :] >= i_border[:, None]) & (o_r[None, :] <= o_r[:, None]),
+        (o_r[None, :] > o_r[:, None]) & (o_r[None, :] < i_border[:, None]),
+    )
+    return sum_gates(m_sum, b_gate, FINE), m_late
+
+
+@triton.jit
+def meeting(o_r, i_level):
+    """Pairs of a row in a late block and one in the block before it."""
+    o_block = o_r >> i_level
+    return ((o_block & 1) != 0)[:, None] & (o_block[None, :] == o_block[:, None] - 1)
+
+
+@triton.jit
+def bits_from_middle(b_gate, o_r, LEVELS: tl.constexpr, FINE: tl.constexpr):
+    """Sums of gates from the chunk's middle to each row, negative before it."""
+    b_bits, m_late = bits_to_border(b_gate, o_r, LEVELS - 1, FINE)
+    return tl.where(m_late[:, None], b_bits, -b_bits)
+
+
+@triton.jit
+def scaled(b, b_factor):
+    """Rounded as `b` is."""
+    return (b.to(tl.float32) * b_factor).to(b.dtype)
+
+
+@triton.jit
+def solve_keyed(
+    p_q,
+    p_k,
+    p_beta,
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_read,
+    p_inverse,
+    p_transposed,
+    p_weight,
+    p_query,
+    p_recall,
+    p_write,
+    p_total,
+    CALL: tl.constexpr,
+    BK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FINE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    KEEP: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """What `solve` gives, and queries and keys as states see them.
+
+    These are queries and keys decayed since the chunk's start (`query`, `recall`), keys decayed until its end
+    (`write`), and what is left of a state at the chunk's end (`total`).
+    """
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    C: tl.constexpr = CALL.chunk
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.precision
+    INVERT: tl.constexpr = CALL.invert
+    SOLVE: tl.constexpr = CALL.solve
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = i_program // H
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_chunk = i_program.to(tl.int64)
+    i_row = i_c * C
+    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    o_r = tl.arange(0, C)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    m_read = i_row + o_r < n_read
+    # the first gate is in the state that the sequence begins with
+    m_gate = m_read & (i_row + o_r > 0)
+    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+    b_beta = writing(b_beta)
+    tl.store(p_weight + i_chunk * (3 * C) + o_r, b_beta)
+    b_below = tl.zeros([C, C], tl.float32)
+    b_score = tl.zeros([C, C], tl.float32)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
+        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
+        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
+        b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
+        o_rows = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
+        m_rows = m_read[:, None] & (o_k[None, :] < K)
+        tl.store(p_query + o_rows, scaled(b_q, b_since), mask=m_rows)
+        tl.store(p_recall + o_rows, scaled(b_k, b_since), mask=m_rows)
+        tl.store(p_write + o_rows, scaled(b_k, b_until), mask=m_rows)
+        b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
+        tl.store(p_total + i_chunk * K + o_k, b_total, mask=o_k < K)
+        b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
+        if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
+            b_late = tl.exp2(b_bits)
+            b_right = tl.trans(scaled(b_k, tl.exp2(-b_bits)))
+            b_below = tl.dot(scaled(b_k, b_late), b_right, acc=b_below, input_precision=PRECISION)
+            b_score = tl.dot(scaled(b_q, b_late), b_right, acc=b_score, input_precision=PRECISION)
+        else:
+            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
+            for i_level in range(0, LEVELS):
+                b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
+                b_fade = tl.exp2(tl.minimum(b_bits, MOST))
+                b_key = scaled(b_k, b_fade)
+                b_both = tl.where(m_late[:, None], scaled(b_q, b_fade), b_key)
+                m_meet = meeting(o_r, i_level)
+                b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION)
+                b_below += tl.where(m_meet, b_pair, 0.0)
+                b_pair = tl.dot(b_both, tl.trans(b_both), input_precision=PRECISION)
+                b_score += tl.where(m_meet, b_pair, 0.0)
+    # selected before anything multiplies them: a pair that nobody reads may have overflowed
+    b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
+    b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
+    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)

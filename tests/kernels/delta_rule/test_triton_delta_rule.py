@@ -1,0 +1,145 @@
+"""The Triton kernels of the delta rule, interpreted on the CPU, against float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from delta_rule_cases import CASES, SHARED, Case
+from triton_delta_rule_cases import answers, assert_matches, inputs, on_triton, with_gradients
+
+import ejkernel
+from ejkernel.kernels import _launch
+from ejkernel.kernels.delta_rule import triton as triton_gpu
+from ejkernel.kernels.delta_rule.call import Call
+from ejkernel.kernels.delta_rule.triton import configs
+from ejkernel.kernels.delta_rule.triton.configs import Config
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
+if _launch.capability() is not None:
+    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
+
+from triton_interpreter import interpreted
+
+TOLERANCE = {
+    "float32": {"other": 1e-6, "g": 3e-6},
+    "float16": {"other": 1e-3},
+    "bfloat16": {"other": 1e-2},
+}
+
+
+def small(chunk=16, block=16):
+    """Small blocks: several chunks, and blocks of dims, in a few dozen tokens."""
+    return Config(chunk, "ieee", "ieee", *[Tile(block, 4, 1)] * 4, block, Tile(block, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(configs, "configure", lambda capability, wide, dim: small())
+    with interpreted(), on_triton():
+        yield
+
+
+def check(case, dtype="float32"):
+    arrays = inputs(case, dtype)
+    found, cotangents = with_gradients(case, arrays)
+    assert_matches(found, answers(case, arrays, cotangents), TOLERANCE[dtype])
+    if "g" in found:
+        assert not np.asarray(found["g"])[np.isneginf(np.asarray(arrays["g"]))].any()
+
+
+ONE = {"batch": 1, "heads": 1, "own_heads": (1, 1, 1)}
+NAMED = {case.name: case for case in CASES}
+ROWS = [
+    (replace(NAMED["no gate"], tokens=37, key_dim=20, value_dim=20, **ONE), "float32"),
+    (replace(NAMED["no gate any beta"], tokens=20, **ONE), "float32"),
+    (replace(NAMED["no gate nearly equal keys"], tokens=32, **ONE), "float32"),
+    (replace(NAMED["head mixed"], tokens=37, **ONE), "float32"),
+    (replace(NAMED["head positive"], tokens=20, **ONE), "float32"),
+    (replace(NAMED["head all reset"], tokens=20, **ONE), "float32"),
+    (replace(NAMED["head packed unbatched reverse"], lengths=(3, 0, 17, 1)), "float32"),
+    (replace(NAMED["head"], tokens=20, **ONE), "bfloat16"),
+    (replace(NAMED["head"], tokens=20, **ONE), "float16"),
+    (NAMED["one token reset"], "float32"),
+    (NAMED["one packed token"], "float32"),
+    (Case("few tokens", tokens=3, gate="ordinary", state="each", **SHARED), "float32"),
+]
+
+
+@pytest.mark.parametrize("case, dtype", ROWS, ids=str)
+def test_matches_oracle(case, dtype):
+    check(case, dtype)
+
+
+def test_chunks_of_full_size(monkeypatch):
+    """The chunk of 64 tokens that Hopper uses, on a length that fills none, with keys that are alike."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
+    check(Case("large", tokens=75, keys="nearly equal", gate="tiny", state="each", key_dim=32, value_dim=32, **ONE))
+
+
+def test_sequences_do_not_touch_and_padding_has_no_effect():
+    """A NaN in one packed sequence changes no bit of another, and one in the padding none at all."""
+    case = Case("leaks", lengths=(17, 5, 9), padding=3, gate="ordinary", state="each", **{**ONE, "batch": 1})
+    arrays = inputs(case, "float32")
+    clean, cotangents = with_gradients(case, arrays)
+    spoilt = {n: x.at[0, 20].set(jnp.nan).at[0, 31:].set(jnp.nan) if x.ndim > 2 and x.shape[0] == 1 else x
+              for n, x in arrays.items()}  # fmt: skip
+    dirty, _ = with_gradients(case, spoilt, (cotangents[0].at[0, 31:].set(jnp.nan), cotangents[1]))
+    others = np.r_[0:17, 22:34]
+    for name, x in clean.items():
+        rows = np.array([0, 2]) if x.shape[0] == 3 else (slice(None), others)
+        np.testing.assert_array_equal(np.asarray(x)[rows], np.asarray(dirty[name])[rows], err_msg=name)
+        if x.shape[0] != 3:
+            assert not np.asarray(dirty[name])[:, 31:].any(), name
+
+
+def test_nothing_stays_nothing_however_it_grows():
+    """A first gate whose exponential is infinite, where there is no state yet."""
+    case = Case("burst", tokens=20, gate="ordinary", **ONE)
+    arrays = inputs(case, "float32")
+    arrays["g"] = arrays["g"].at[:, 0].set(100.0)
+    found, cotangents = with_gradients(case, arrays)
+    assert_matches(found, answers(case, arrays, cotangents), TOLERANCE["float32"])
+
+
+def test_gradient_of_gradient():
+    case = Case("twice", tokens=11, gate="ordinary", state="each", key_dim=3, value_dim=2, **ONE)
+    arrays = inputs(case, "float32")
+
+    def slope(x, **options):
+        grads = jax.grad(lambda x: sum((y**2).sum() for y in ejkernel.gated_delta_rule(**x, **options)))(x)
+        return sum((each**2).sum() for each in grads.values())
+
+    found = jax.grad(slope)(arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_gpu, "run", ejkernel.kernels.delta_rule.xla.run)
+        expected = jax.grad(slope)(arrays)
+    for name, want in expected.items():
+        np.testing.assert_allclose(found[name], want, rtol=1e-3, atol=1e-3 * np.abs(want).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap(packed):
+    case = Case("vmap", tokens=10, lengths=(6, 4) if packed else None, gate="ordinary", state="each", **ONE)
+    each = [inputs(case, "float32", seed) for seed in range(2)]
+    one, cotangents = with_gradients(case, each[1])
+    rest = {"cu_seqlens": each[0].pop("cu_seqlens")} if packed else {}
+    each[1].pop("cu_seqlens", None)
+
+    def mapped(x):
+        return with_gradients(case, {**x, **rest}, cotangents)[0]
+
+    for name, x in jax.vmap(mapped)(jax.tree.map(lambda *x: jnp.stack(x), *each)).items():
+        np.testing.assert_allclose(x[1], one[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_supports_says_why():
+    call = Call(1, 9, 2, 16, 16, 1, False, "head", 0.1, False, np.dtype(np.float32))
+    assert triton_gpu.supports(call) is None
+    assert triton_gpu.supports(replace(call, value_dim=1000)) is None
+    assert "kda" in triton_gpu.supports(replace(call, decay="key"))
+    assert "256" in triton_gpu.supports(replace(call, key_dim=272))
+    assert "float64" in triton_gpu.supports(replace(call, dtype=np.dtype(np.float64)))
+    assert "elements" in triton_gpu.supports(replace(call, tokens=0))

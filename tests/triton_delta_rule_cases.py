@@ -1,0 +1,79 @@
+"""Calls of the delta rule on its Triton kernels, through the fronts, beside their float64 answers."""
+
+import contextlib
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+import ejkernel
+from ejkernel.kernels.delta_rule import triton as triton_gpu
+from ejkernel.kernels.delta_rule.call import Call
+
+
+@contextlib.contextmanager
+def on_triton():
+    """Within this the fronts run their kernels, whatever device that is for."""
+
+    def dispatch(implementations, call, *arrays, platform=None):
+        assert triton_gpu.supports(call) is None, triton_gpu.supports(call)
+        return triton_gpu.run(call, *arrays)
+
+    # the function of the same name hides the module
+    with mock.patch.object(sys.modules["ejkernel.delta_rule"], "dispatch", dispatch):
+        yield
+
+
+def inputs(case, dtype, seed=0):
+    """A case's arrays: tokens in `dtype`, the rest in float32."""
+    arrays = case.arrays(np.float32, seed)
+    return {n: jnp.asarray(x, dtype if n in ("query", "key", "value") else x.dtype) for n, x in arrays.items()}
+
+
+def with_gradients(case, arrays, cotangents=None, **options):
+    """Output, final states and gradients by name, and the cotangents that they are of."""
+    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    moving = {name: x for name, x in arrays.items() if name not in rest}
+    front = getattr(ejkernel, case.op)
+    results, pull = jax.vjp(lambda x: front(**x, **rest, **case.options, **options), moving)
+    random = np.random.default_rng(1)
+    cotangents = cotangents or tuple(jnp.asarray(random.normal(size=x.shape), x.dtype) for x in results)
+    return {"output": results[0], "final state": results[1], **pull(cotangents)[0]}, cotangents
+
+
+def answers(case, arrays, cotangents):
+    """What `with_gradients` should give, in float64."""
+    output, final, gradients = oracle.delta_rule(
+        **arrays, **case.options, d_output=cotangents[0], d_final_state=cotangents[1]
+    )
+    return {"output": output, "final state": final, **gradients}
+
+
+def assert_matches(found, expected, tolerance):
+    """Bounds relative RMS errors, all values finite; `tolerance` is by name, or `other`."""
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        got = np.asarray(found[name]).astype(np.float64)
+        assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+        assert np.isfinite(got).all(), f"{name}: {np.count_nonzero(~np.isfinite(got))} values are not finite"
+        bound = tolerance.get(name, tolerance["other"])
+        error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+        assert error <= bound, f"{name}: error {error:.2e}, allowed {bound:.2e}"
+
+
+def compiled_call(dtype, key_dim, value_dim, decay, tokens=256):
+    """A program that launches every kernel of a call of one head, and its gradients."""
+    call = Call(1, tokens, 1, key_dim, value_dim, 1, False, decay, 0.1, False, np.dtype(jnp.dtype(dtype)))
+    rows = (1, tokens, 1)
+    gate = {"none": None, "head": jnp.zeros(rows), "key": jnp.zeros((*rows, key_dim))}[decay]
+    query, value = jnp.zeros((*rows, key_dim), dtype), jnp.zeros((*rows, value_dim), dtype)
+    arrays = query, query, value, jnp.zeros(rows), gate, jnp.zeros((1, 1, key_dim, value_dim))
+
+    def program():
+        results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, None), *arrays)
+        return pull(results)
+
+    return program
