@@ -1,6 +1,7 @@
 """How the kernels of a call are run and differentiated: once by kernels, twice by XLA, and what `vmap` does to them."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 

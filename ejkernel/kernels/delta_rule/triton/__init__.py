@@ -18,8 +18,6 @@ def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
     if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
-    if call.decay == "key":
-        return "decay along the key dims (kda) has no Triton kernel"
     if call.key_dim > _LARGEST_KEY_DIM:
         return f"a key dim above {_LARGEST_KEY_DIM} (K={call.key_dim})"
     if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):

@@ -33,32 +33,34 @@ class Config:
 
 
 _STEP = Tile(64, 4, 1)
+_THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
+_BF16, _TF32 = ("tf32x3", "bf16x3"), ("tf32x3", "tf32x3")
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(64, "tf32x3", "bf16x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 1), 128, _STEP),
-        256: Config(64, "tf32x3", "bf16x3", Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), Tile(64, 8, 1), 128, _STEP),
+        128: Config(64, *_BF16, _WIDE, Tile(128, 8, 2), Tile(128, 8, 2), Tile(128, 8, 2), 64, _STEP),
+        256: Config(64, *_BF16, _WIDE, Tile(64, 8, 1), Tile(64, 8, 1), Tile(128, 8, 2), 64, _STEP),
     },
     MEDIUM: {
-        128: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
-        256: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, *_BF16, _WIDE, Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
+        256: Config(32, *_BF16, _WIDE, _THIN, _THIN, Tile(64, 4, 1), 64, _STEP),
     },
     SMALL: {
-        128: Config(32, "tf32x3", "bf16x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(32, "tf32x3", "bf16x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, *_BF16, _WIDE, _THIN, _THIN, _WIDE, 64, _STEP),
+        256: Config(32, *_BF16, _THIN, _THIN, _THIN, _WIDE, 64, _STEP),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(32, "tf32x3", "tf32x3", Tile(64, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, *_TF32, _WIDE, _THIN, _THIN, _WIDE, 32, _STEP),
+        256: Config(16, *_TF32, _THIN, _THIN, _THIN, _WIDE, 32, _STEP),
     },
     MEDIUM: {
-        128: Config(32, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 64, _STEP),
-        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 64, _STEP),
+        128: Config(32, *_TF32, _THIN, _THIN, _THIN, _WIDE, 32, _STEP),
+        256: Config(16, *_TF32, _THIN, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP),
     },
     SMALL: {
-        128: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), 32, _STEP),
-        256: Config(16, "tf32x3", "tf32x3", Tile(32, 4, 1), Tile(16, 4, 1), Tile(16, 4, 1), Tile(32, 4, 1), 32, _STEP),
+        128: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, 32, _STEP),
+        256: Config(16, *_TF32, _THIN, _SHALLOW, _SHALLOW, _THIN, 32, _STEP),
     },
 }
 

@@ -21,6 +21,8 @@ from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
     "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
+    "key_gates": "ejkernel.kernels.delta_rule.triton.device.key_gates",
+    "key_gradients": "ejkernel.kernels.delta_rule.triton.device.key_gradients",
     "step": "ejkernel.kernels.delta_rule.triton.device.step",
     "system": "ejkernel.kernels.delta_rule.triton.device.system",
     "walk": "ejkernel.kernels.delta_rule.triton.device.walk",
@@ -121,6 +123,11 @@ class Launcher:
     def states(self) -> jax.ShapeDtypeStruct:
         """Of every sequence and head."""
         return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
+
+    def gates(self) -> dict[str, Any]:
+        """How the gates of key dims are summed up."""
+        fine = self.call.dtype == F32
+        return {"LEVELS": self.config.chunk.bit_length() - 1, "FINE": fine, "LIMIT": 40.0 if fine else 80.0}
 
     def launch(
         self,

@@ -16,6 +16,15 @@ from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 FEW_TOKENS = 8
 
 
+class Folded(NamedTuple):
+    """Queries and keys as states see them, decayed if every key dim has a gate."""
+
+    query: jax.Array  # since a chunk's start [B, T, H, K]
+    key: jax.Array  # since a chunk's start [B, T, H, K]
+    write: jax.Array | None = None  # keys until a chunk's end [B, T, H, K], or the same as keys
+    total: jax.Array | None = None  # what is left of a state at a chunk's end [chunks, H, K]
+
+
 class Kept(NamedTuple):
     """What a forward leaves for its backward."""
 
@@ -23,6 +32,7 @@ class Kept(NamedTuple):
     reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
     transposed: jax.Array  # inverses of the chunks' systems, transposed [chunks, H, C, C]
     weights: jax.Array  # beta, decays since a chunk's start and until its end [chunks, H, 3, C]
+    folded: Folded | None
     states: jax.Array  # that chunks begin with, transposed [chunks, H, V, K]
 
 
@@ -51,24 +61,30 @@ def _walk(
     query, key, value, beta, log_decay = inputs[:5]
     call, config = launcher.call, launcher.config
     chunk, dtype = config.chunk, call.dtype
-    reads, inverse, transposed, weights = launcher.launch(
-        device("system").solve,
+    keyed = call.decay == "key"
+    hat = launcher.rows(call.key_dim, dtype) if keyed else None
+    total = launcher.chunked(call.key_dim) if keyed else None
+    reads, inverse, transposed, weights, *folds = launcher.launch(
+        device("key_gates").solve_keyed if keyed else device("system").solve,
         *(query, key, beta, log_decay),
         outputs=[
             launcher.chunked(chunk, chunk, dtype=dtype),
             launcher.chunked(chunk, chunk),
             launcher.chunked(chunk, chunk) if keep else None,
             launcher.chunked(3, chunk),
+            *([hat, hat, hat, total] if keyed else []),
         ],
         programs=launcher.blocks(chunk) * call.heads,
         tile=config.system,
         length=chunk,
-        BK=padded(call.key_dim),
+        BK=min(config.system.block, padded(call.key_dim)) if keyed else padded(call.key_dim),
         KEEP=keep,
+        **(launcher.gates() if keyed else {}),
     )
+    folded = Folded(*folds) if keyed else Folded(query, key)
     output, added, states, last = launcher.walk(
         device("walk").forward,
-        *(query, key, None, value, reads, inverse, weights, None, start),
+        *(folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total, start),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.rows(call.value_dim, dtype) if keep else None,
@@ -79,7 +95,9 @@ def _walk(
         START=start is not None,
         KEEP=keep,
     )
-    return output, last, Kept(added, reads, transposed, weights, states) if keep else None
+    if not keep:
+        return output, last, None
+    return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states)
 
 
 def backward(
@@ -96,9 +114,10 @@ def backward(
         kept = _walk(launcher, True, inputs, start)[2]
         assert kept is not None
     config, dtype, chunk = launcher.config, call.dtype, launcher.config.chunk
+    folded = kept.folded or Folded(query, key)
     dr, dstates, dstart = launcher.walk(
         device("walk").backward,
-        *(query, key, None, doutput, kept.reads, kept.transposed, kept.weights, None, dlast),
+        *(folded.query, folded.key, folded.write, doutput, kept.reads, kept.transposed, kept.weights, folded.total, dlast),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
@@ -110,26 +129,31 @@ def backward(
     )
     block = min(config.gradients.block, padded(call.value_dim))
     parts = cdiv(call.value_dim, block)
+    keyed = call.decay == "key"
     small = shape(call.batch, call.tokens, call.heads, parts)
     dquery, dkey, dvalue, dbeta, dgate = launcher.launch(
-        device("gradients").gradients,
+        device("key_gradients").gradients_keyed if keyed else device("gradients").gradients,
         *(query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates),
         outputs=[
             launcher.parts(parts, query),
             launcher.parts(parts, key),
             launcher.rows(call.value_dim, value.dtype if value.shape[2] == call.heads else F32),
             small,
-            small if log_decay is not None else None,
+            launcher.parts(parts, log_decay) if keyed else small if log_decay is not None else None,
         ],
         programs=launcher.blocks(chunk) * call.heads * parts,
         tile=config.gradients,
         length=chunk,
         BK=min(config.key_block, padded(call.key_dim)),
         BV=block,
+        **(launcher.gates() if keyed else {}),
     )
     dvalue = dvalue[..., None, :]
     found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
-    dgate = None if log_decay is None else dgate.sum(-1).astype(log_decay.dtype)
+    if log_decay is None:
+        dgate = None
+    else:
+        dgate = _sum_parts(dgate, log_decay) if keyed else dgate.sum(-1).astype(log_decay.dtype)
     dstate = None
     if pull is not None:
         of_first, dstate = pull(dstart)

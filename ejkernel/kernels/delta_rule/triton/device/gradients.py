@@ -17,12 +17,13 @@ def of_values(
 ):  # fmt: skip
     """Some value dims of a chunk: what is multiplied with states, and the gradients of scores and of the system.
 
-    Both are strictly below the diagonal, what is on it comes alone: a token's own key crosses no gate, and meets itself
-    in the system's diagonal, which is 1. Stores dv, and these dims' part of dβ.
+    The latter is strictly below the diagonal, where a token meets itself, and which is 1. Stores dv, and these dims'
+    part of dβ.
     """
     H: tl.constexpr = CALL.heads
     V: tl.constexpr = CALL.value_dim
     NV: tl.constexpr = (V + BV - 1) // BV
+    SCALE: tl.constexpr = CALL.scale
     PRECISION: tl.constexpr = CALL.precision
     o_v = i_v * BV + tl.arange(0, BV)
     b_do = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
@@ -36,14 +37,11 @@ def of_values(
     b_beta = writing(b_beta)
     b_dbeta = tl.sum(b_dr.to(tl.float32) * b_u.to(tl.float32), 1) / b_beta
     tl.store(p_dbeta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
-    m_earlier = o_r[:, None] > o_r[None, :]
-    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION) * CALL.scale
-    b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 1)
+    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION) * SCALE
     b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=PRECISION) * -b_beta[:, None]
-    return (
-        *(b_do, b_u, b_dr, b_beta, b_own),
-        *(tl.where(m_earlier, b_dscore, 0.0), tl.where(m_earlier, b_dbelow, 0.0)),
-    )
+    b_dscore = tl.where(o_r[:, None] >= o_r[None, :], b_dscore, 0.0)
+    b_dbelow = tl.where(o_r[:, None] > o_r[None, :], b_dbelow, 0.0)
+    return b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow
 
 
 @triton.jit
@@ -98,7 +96,7 @@ def gradients(
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
-    b_do, b_u, b_dr, b_beta, b_own, b_dscore, b_dbelow = of_values(
+    b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow = of_values(
         p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV
     )
     b_queries = tl.full([C], SCALE, tl.float32)
@@ -109,14 +107,19 @@ def gradients(
         b_since, b_until = decays(b_whole, b_part, o_r, C)
         b_queries = b_queries * b_since
         b_starts = b_starts * b_since
+        b_u = (b_u.to(tl.float32) * b_until[:, None]).to(b_u.dtype)
         b_pair = pair_decays(b_whole, b_part, o_r)
         b_dscore = b_dscore * b_pair
         b_dbelow = b_dbelow * b_pair
-        b_arriving = tl.zeros([C], tl.float32)
-        b_leaving = tl.zeros([C], tl.float32)
-        b_through = 0.0
+        b_arriving = tl.zeros([C, C], tl.float32)
+        b_leaving = tl.zeros([C, C], tl.float32)
+        b_through = tl.zeros([BK, BK], tl.float32)
         b_below = tl.zeros([C, C], tl.float32)
         b_score = tl.zeros([C, C], tl.float32)
+    # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
+    b_do = tl.trans((b_do.to(tl.float32) * b_queries[:, None]).to(b_u.dtype))
+    b_dr = tl.trans((b_dr.to(tl.float32) * b_starts[:, None]).to(b_u.dtype))
+    b_ut = tl.trans(b_u)
     b_dscore = b_dscore.to(b_u.dtype)
     b_dbelow = b_dbelow.to(b_u.dtype)
     for i_k in range(0, (K + BK - 1) // BK):
@@ -127,21 +130,23 @@ def gradients(
         m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
         b_state = tl.load(p_states + o_state, mask=m_state, other=0.0)
         b_dstate = tl.load(p_dstates + o_state, mask=m_state, other=0.0)
-        b_dq = tl.dot(b_do, b_state, input_precision=PRECISION) * b_queries[:, None]
-        b_dstart = tl.dot(b_dr, b_state, input_precision=PRECISION) * b_starts[:, None]
-        b_dk = tl.dot(b_u, b_dstate, input_precision=PRECISION)
+        b_qt = tl.trans(b_q)
+        b_kt = tl.trans(b_k)
+        b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
+        b_dstart = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
+        b_dk = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
         if DECAY == "head":
-            b_dk = b_dk * b_until[:, None]
-            b_arriving += tl.sum(b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * b_dstart, 1)
-            b_leaving += tl.sum(b_k.to(tl.float32) * b_dk, 1)
-            b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
-            b_below = tl.dot(b_k, tl.trans(b_k), acc=b_below, input_precision=PRECISION)
-            b_score = tl.dot(b_q, tl.trans(b_k), acc=b_score, input_precision=PRECISION)
-        b_dq = tl.dot(b_dscore, b_k, acc=b_dq, input_precision=PRECISION) + b_own[:, None] * b_k.to(tl.float32)
-        b_dk = tl.dot(tl.trans(b_dscore), b_q, acc=b_dk + b_dstart, input_precision=PRECISION)
-        b_dk = tl.dot(b_dbelow, b_k, acc=b_dk, input_precision=PRECISION)
-        b_dk = tl.dot(tl.trans(b_dbelow), b_k, acc=b_dk, input_precision=PRECISION)
-        b_dk += b_own[:, None] * b_q.to(tl.float32)
+            # sums of products as diagonals: what is loaded then goes straight to shared memory
+            b_arriving = tl.dot(b_q, b_dq.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
+            b_arriving = tl.dot(b_k, b_dstart.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
+            b_leaving = tl.dot(b_k, b_dk.to(b_u.dtype), acc=b_leaving, input_precision=PRECISION)
+            b_through = tl.dot(tl.trans(b_state), b_dstate, acc=b_through, input_precision=PRECISION)
+            b_below = tl.dot(b_k, b_kt, acc=b_below, input_precision=PRECISION)
+            b_score = tl.dot(b_q, b_kt, acc=b_score, input_precision=PRECISION)
+        b_dq = tl.trans(tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION))
+        b_dk = tl.dot(b_qt, b_dscore, acc=b_dk + b_dstart, input_precision=PRECISION)
+        b_dk = tl.dot(b_kt, b_dbelow, acc=b_dk, input_precision=PRECISION)
+        b_dk = tl.trans(tl.dot(b_kt, tl.trans(b_dbelow), acc=b_dk, input_precision=PRECISION))
         o_rows = ((i_token * H + i_h) * NV + i_v) * K + o_t[:, None] * (H * NV * K) + o_k[None, :]
         m_rows = m_write[:, None] & (o_k[None, :] < K)
         tl.store(p_dq + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
@@ -151,11 +156,15 @@ def gradients(
         m_earlier = o_r[:, None] > o_r[None, :]
         b_flow = b_dscore.to(tl.float32) * b_score + b_dbelow.to(tl.float32) * b_below
         b_flow = tl.where(m_earlier, b_flow, 0.0)
-        b_arriving += tl.sum(b_flow, 1)
+        m_own = o_r[:, None] == o_r[None, :]
+        b_arriving = tl.sum(tl.where(m_own, b_arriving, b_flow), 1)
+        b_leaving = tl.sum(tl.where(m_own, b_leaving, 0.0), 0)
         b_written = tl.sum(b_flow, 0)
         # to this row and all after it, less what stays among these, and what has left before it
         b_dgate = tl.sum(tl.where(m_earlier, b_leaving[None, :], -b_written[None, :]), 1)
         b_dgate += tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_arriving[:, None], 0.0), 0)
+        m_own = tl.arange(0, BK)[:, None] == tl.arange(0, BK)[None, :]
+        b_through = tl.sum(tl.sum(tl.where(m_own, b_through, 0.0), 1), 0)
         b_dgate += b_through * tl.sum(tl.where(o_r == C - 1, b_since, 0.0), 0)
         b_dgate = tl.where(m_gate & (b_gate > LEAST), b_dgate, 0.0)
         tl.store(p_dgate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)

@@ -14,7 +14,7 @@ from ejkernel.kernels.chunks.triton.gates import MOST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
 
 
@@ -37,13 +37,6 @@ def bits_to_border(b_gate, o_r, i_level, FINE: tl.constexpr):
         (o_r[None, :] > o_r[:, None]) & (o_r[None, :] < i_border[:, None]),
     )
     return sum_gates(m_sum, b_gate, FINE), m_late
-
-
-@triton.jit
-def meeting(o_r, i_level):
-    """Pairs of a row in a late block and one in the block before it."""
-    o_block = o_r >> i_level
-    return ((o_block & 1) != 0)[:, None] & (o_block[None, :] == o_block[:, None] - 1)
 
 
 @triton.jit
@@ -145,7 +138,7 @@ def solve_keyed(
                 b_fade = tl.exp2(tl.minimum(b_bits, MOST))
                 b_key = scaled(b_k, b_fade)
                 b_both = tl.where(m_late[:, None], scaled(b_q, b_fade), b_key)
-                m_meet = meeting(o_r, i_level)
+                m_meet = corner(o_r, i_level)
                 b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION)
                 b_below += tl.where(m_meet, b_pair, 0.0)
                 b_pair = tl.dot(b_both, tl.trans(b_both), input_precision=PRECISION)

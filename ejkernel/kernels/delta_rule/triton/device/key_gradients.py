@@ -12,31 +12,25 @@ from ejkernel.kernels.delta_rule.triton.device.key_gates import (
     bits_from_middle,
     bits_to_border,
     decays_to_ends,
-    meeting,
     scaled,
 )
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 
 
 @triton.jit
-def of_pairs(b_dscore, b_drow, b_dcolumn, b_late_q, b_late_k, b_early_k, PRECISION: tl.constexpr):
-    """Gradients of queries and keys that come late, and of keys that come early, all decayed to where they meet.
-
-    Those of early keys are of reads and of corrections. `drow` and `dcolumn` are the gradient of the system, without
-    and with beta.
-    """
+def of_pairs(b_dscore, b_dbelow, b_late_q, b_late_k, b_early_k, PRECISION: tl.constexpr):
+    """Gradients of queries and keys that come late, and of keys that come early, all decayed to where they meet."""
     b_dlate_q = tl.dot(b_dscore, b_early_k, input_precision=PRECISION)
-    b_dlate_k = tl.dot(b_drow, b_early_k, input_precision=PRECISION)
-    b_corrected = tl.dot(b_dcolumn, b_early_k, input_precision=PRECISION)
+    b_dlate_k = tl.dot(b_dbelow, b_early_k, input_precision=PRECISION)
     b_dearly = tl.dot(tl.trans(b_dscore), b_late_q, input_precision=PRECISION)
-    b_dearly = tl.dot(tl.trans(b_dcolumn), b_late_k, acc=b_dearly, input_precision=PRECISION)
-    return b_dlate_q, b_dlate_k, b_corrected, b_dearly
+    b_dearly = tl.dot(tl.trans(b_dbelow), b_late_k, acc=b_dearly, input_precision=PRECISION)
+    return b_dlate_q, b_dlate_k, b_dearly
 
 
 @triton.jit
 def gradients_keyed(
     p_q,
     p_k,
-    p_v,
     p_beta,
     p_gate,
     p_dout,
@@ -61,24 +55,25 @@ def gradients_keyed(
     LIMIT: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """dq, dk, dv and the gates' gradient of a chunk, and for some key dims their part of dβ.
+    """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
-    The gates' gradient takes queries and keys as they were rounded: what passes between two tokens on the same side of
-    a gate cancels, and so do the rounding errors.
+    The latter takes queries and keys as they were rounded: what passes between two tokens on the same side of a gate
+    cancels, and so do the rounding errors.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     SCALE: tl.constexpr = CALL.scale
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
-    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
-    i_k = i_program % NK
-    i_h = (i_program // NK) % H
-    i_block = i_program // (NK * H)
+    i_v = i_program % NV
+    i_h = (i_program // NV) % H
+    i_block = i_program // (NV * H)
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_chunk = i_block.to(tl.int64) * H + i_h
     i_row = i_c * C
@@ -87,85 +82,74 @@ def gradients_keyed(
     o_t = o_r
     if FLIP:
         o_t = -o_r
-    o_k = i_k * BK + tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
-    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_dscore, b_dbelow, b_dq, b_dstart, b_dend, b_dbeta, b_through = of_values(
-        p_v, p_dout, p_u, p_dr, p_states, p_dstates, p_dv, b_beta, i_k, i_chunk, i_token, i_h, o_t, o_k, m_read, m_write,
-        CALL, BK, BV,
-    )  # fmt: skip
-    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
     m_gate = m_read & (i_row + o_r > 0)
-    b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
-    b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
-    m_earlier = o_r[:, None] > o_r[None, :]
-    b_dscore = b_dscore * SCALE
+    b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow = of_values(
+        p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV
+    )
     # a token's own key crosses no gate
     b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 1)[:, None]
-    # strictly below: a token meets itself in the system's diagonal, which is 1
-    b_dscore = tl.where(m_earlier, b_dscore, 0.0).to(b_k.dtype)
-    b_drow = tl.where(m_earlier, -b_dbelow, 0.0)
-    b_dcolumn = (b_drow * b_beta[:, None]).to(b_k.dtype)
-    b_drow = b_drow.to(b_k.dtype)
-
-    b_dstart = b_dstart * b_since
-    b_dbeta -= tl.sum(b_dstart * b_k.to(tl.float32), 1)
-    b_dstart = b_dstart * -b_beta[:, None]
-    b_dq = b_dq * b_since * SCALE
-    b_arriving = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * b_dstart
-    b_dk = b_dend * b_until
-    b_leaving = b_k.to(tl.float32) * b_dk
-    b_dk += b_dstart
-    b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
-    if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
-        b_up = tl.exp2(b_bits)
-        b_down = tl.exp2(-b_bits)
-        b_late_q = scaled(b_q, b_up)
-        b_late_k = scaled(b_k, b_up)
-        b_early_k = scaled(b_k, b_down)
-        b_dlate_q, b_dlate_k, b_corrected, b_dearly = of_pairs(
-            b_dscore, b_drow, b_dcolumn, b_late_q, b_late_k, b_early_k, PRECISION
-        )
-        b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_late_k.to(tl.float32) * b_corrected
-        b_arriving -= b_early_k.to(tl.float32) * b_dearly
-        b_dbeta += tl.sum(b_late_k.to(tl.float32) * b_dlate_k, 1)
-        b_dq += b_dlate_q * b_up
-        b_dk += b_corrected * b_up + b_dearly * b_down
-    else:
-        for i_level in range(0, LEVELS):
-            b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
-            b_fade = tl.exp2(tl.minimum(b_bits, MOST))
-            m_meet = meeting(o_r, i_level)
-            b_late_q = scaled(b_q, b_fade)
-            b_key = scaled(b_k, b_fade)
-            b_dlate_q, b_dlate_k, b_corrected, b_dearly = of_pairs(
-                tl.where(m_meet, b_dscore, 0.0),
-                tl.where(m_meet, b_drow, 0.0),
-                tl.where(m_meet, b_dcolumn, 0.0),
-                b_late_q,
-                b_key,
-                b_key,
-                PRECISION,
-            )
-            b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_key.to(tl.float32) * (b_corrected - b_dearly)
-            b_dbeta += tl.sum(b_key.to(tl.float32) * b_dlate_k, 1)
-            b_dq += b_dlate_q * b_fade
-            b_dk += (b_corrected + b_dearly) * b_fade
-
-    o_part = (i_token + o_t) * (H * NK) + i_h * NK + i_k
-    tl.store(p_dbeta + o_part, b_dbeta, mask=m_write)
-    b_dq += b_own * b_k.to(tl.float32)
-    b_dk += b_own * b_q.to(tl.float32)
-    b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
-    # what arrives from this row on, and what has left before it
-    b_crossing = tl.dot(tl.where(m_earlier, 0.0, 1.0), b_arriving, input_precision=PRECISION)
-    o_rows = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-    m_rows = m_write[:, None] & (o_k[None, :] < K)
-    b_dgate = tl.dot(tl.where(m_earlier, 1.0, 0.0), b_leaving, acc=b_crossing, input_precision=PRECISION)
-    b_dgate += (b_total * b_through)[None, :]
-    b_dgate = tl.where(m_gate[:, None] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
-    tl.store(p_dgate + o_rows, b_dgate.to(p_dgate.dtype.element_ty), mask=m_rows)
-    tl.store(p_dq + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
-    tl.store(p_dk + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+    m_earlier = o_r[:, None] > o_r[None, :]
+    b_dscore = tl.where(m_earlier, b_dscore, 0.0).to(b_u.dtype)
+    b_dbelow = b_dbelow.to(b_u.dtype)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
+        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
+        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
+        o_state = i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
+        m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+        b_state = tl.load(p_states + o_state, mask=m_state, other=0.0)
+        b_dstate = tl.load(p_dstates + o_state, mask=m_state, other=0.0)
+        b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
+        b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
+        b_through = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0) * b_total
+        b_dq = tl.dot(b_do, b_state, input_precision=PRECISION) * b_since * SCALE
+        b_dstart = tl.dot(b_dr, b_state, input_precision=PRECISION) * b_since * -b_beta[:, None]
+        b_dk = tl.dot(b_u, b_dstate, input_precision=PRECISION) * b_until
+        b_arriving = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * b_dstart
+        b_leaving = b_k.to(tl.float32) * b_dk
+        b_dk += b_dstart + b_own * b_q.to(tl.float32)
+        b_dq += b_own * b_k.to(tl.float32)
+        b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
+        if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
+            b_up = tl.exp2(b_bits)
+            b_down = tl.exp2(-b_bits)
+            b_late_q = scaled(b_q, b_up)
+            b_late_k = scaled(b_k, b_up)
+            b_early_k = scaled(b_k, b_down)
+            b_dlate_q, b_dlate_k, b_dearly = of_pairs(b_dscore, b_dbelow, b_late_q, b_late_k, b_early_k, PRECISION)
+            b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_late_k.to(tl.float32) * b_dlate_k
+            b_arriving -= b_early_k.to(tl.float32) * b_dearly
+            b_dq += b_dlate_q * b_up
+            b_dk += b_dlate_k * b_up + b_dearly * b_down
+        else:
+            for i_level in range(0, LEVELS):
+                b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
+                b_fade = tl.exp2(tl.minimum(b_bits, MOST))
+                b_late_q = scaled(b_q, b_fade)
+                b_late_k = scaled(b_k, b_fade)
+                m_meet = corner(o_r, i_level)
+                b_dlate_q, b_dlate_k, b_dearly = of_pairs(
+                    tl.where(m_meet, b_dscore, 0.0).to(b_u.dtype),
+                    tl.where(m_meet, b_dbelow, 0.0).to(b_u.dtype),
+                    b_late_q,
+                    b_late_k,
+                    b_late_k,
+                    PRECISION,
+                )
+                b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_late_k.to(tl.float32) * (b_dlate_k - b_dearly)
+                b_dq += b_dlate_q * b_fade
+                b_dk += (b_dlate_k + b_dearly) * b_fade
+        # what arrives from this row on, and what has left before it
+        b_dgate = tl.dot(tl.where(m_earlier, 0.0, 1.0), b_arriving, input_precision=PRECISION)
+        b_dgate = tl.dot(tl.where(m_earlier, 1.0, 0.0), b_leaving, acc=b_dgate, input_precision=PRECISION)
+        b_dgate += b_through[None, :]
+        b_dgate = tl.where(m_gate[:, None] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
+        o_rows = ((i_token * H + i_h) * NV + i_v) * K + o_t[:, None] * (H * NV * K) + o_k[None, :]
+        m_rows = m_write[:, None] & (o_k[None, :] < K)
+        tl.store(p_dgate + o_rows, b_dgate.to(p_dgate.dtype.element_ty), mask=m_rows)
+        tl.store(p_dq + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
+        tl.store(p_dk + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)

@@ -51,8 +51,8 @@ def forward(
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start.
     """
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
+    HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
+    HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
     HV: tl.constexpr = CALL.value_heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
@@ -168,8 +168,8 @@ def backward(
     the first state.
     """
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
+    HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
+    HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
