@@ -33,6 +33,13 @@ FEW = [
 ]
 
 
+DELTA_DECAYS = ("none", "head", "key")
+EVERY_DELTA_RULE = list(
+    itertools.product(KIBIBYTES, ("bfloat16", "float32"), ("128x128", "256x256", "64x512", "24x8"), DELTA_DECAYS)
+)
+FEW_DELTA_RULE = [(90, "bfloat16", "128x128", "head"), (89, "float32", "256x256", "key")]
+
+
 EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))
 FEW_ATTENTION = [
     (80, "bfloat16", 128, "pairs"),
@@ -57,6 +64,13 @@ def taken(tmp_path, script, *arguments):
 def test_kernels_fit(capability, dtype, dims, decay, tmp_path):
     found = taken(tmp_path, "triton_compile.py", capability, dtype, dims, decay)
     assert {"walk"} <= {name for name, _ in found}
+    assert all(size <= KIBIBYTES[capability] for _, size in found), found
+
+
+@pytest.mark.parametrize("capability, dtype, dims, decay", EVERY_DELTA_RULE if THOROUGH else FEW_DELTA_RULE)
+def test_delta_rule_kernels_fit(capability, dtype, dims, decay, tmp_path):
+    found = taken(tmp_path, "triton_compile_delta_rule.py", capability, dtype, dims, decay)
+    assert {"forward", "backward"} <= {name for name, _ in found}
     assert all(size <= KIBIBYTES[capability] for _, size in found), found
 
 

@@ -16,6 +16,7 @@ from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
+from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit
@@ -50,6 +51,12 @@ def bits_from_middle(b_gate, o_r, LEVELS: tl.constexpr, FINE: tl.constexpr):
 def scaled(b, b_factor):
     """Rounded as `b` is."""
     return (b.to(tl.float32) * b_factor).to(b.dtype)
+
+
+@triton.jit
+def folded(b, b_factor, SOLVE: tl.constexpr):
+    """With more digits than `b` has, as scores need them."""
+    return nearest(b.to(tl.float32) * b_factor, SOLVE)
 
 
 @triton.jit
@@ -127,21 +134,20 @@ def solve_keyed(
         b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
         if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
             b_late = tl.exp2(b_bits)
-            b_right = tl.trans(scaled(b_k, tl.exp2(-b_bits)))
-            b_below = tl.dot(scaled(b_k, b_late), b_right, acc=b_below, input_precision=PRECISION)
-            b_score = tl.dot(scaled(b_q, b_late), b_right, acc=b_score, input_precision=PRECISION)
+            b_right = tl.trans(folded(b_k, tl.exp2(-b_bits), SOLVE))
+            b_below = tl.dot(folded(b_k, b_late, SOLVE), b_right, acc=b_below, input_precision=SOLVE)
+            b_score = tl.dot(folded(b_q, b_late, SOLVE), b_right, acc=b_score, input_precision=SOLVE)
         else:
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
             for i_level in range(0, LEVELS):
                 b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
                 b_fade = tl.exp2(tl.minimum(b_bits, MOST))
-                b_key = scaled(b_k, b_fade)
-                b_both = tl.where(m_late[:, None], scaled(b_q, b_fade), b_key)
+                b_key = folded(b_k, b_fade, SOLVE)
                 m_meet = corner(o_r, i_level)
-                b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION)
+                b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=SOLVE)
                 b_below += tl.where(m_meet, b_pair, 0.0)
-                b_pair = tl.dot(b_both, tl.trans(b_both), input_precision=PRECISION)
+                b_pair = tl.dot(folded(b_q, b_fade, SOLVE), tl.trans(b_key), input_precision=SOLVE)
                 b_score += tl.where(m_meet, b_pair, 0.0)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
