@@ -144,7 +144,8 @@ def test_vmap(packed):
     def mapped(x):
         return with_gradients(case, {**x, **rest}, cotangents)[0]
 
-    for name, x in jax.vmap(mapped)(jax.tree.map(lambda *x: jnp.stack(x), *each)).items():
+    found = jax.vmap(mapped)(jax.tree.map(lambda *x: jnp.stack(x), *each))
+    for name, x in found.items():
         np.testing.assert_allclose(x[1], one[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 

@@ -13,11 +13,11 @@ class Config:
         chunk: Tokens that one triangular system solves for.
         precision: Of the dots on float32 operands.
         invert: Of the dots that make an inverse, on float32 operands too.
-        system: The kernel that solves the systems; its block is of key dims, where these have gates.
+        system: The kernel that solves the systems; its block is what is taken at once of key dims with gates.
         forward: The walk over chunks, by blocks of value dims.
         backward: The walk back.
         gradients: The kernel of all gradients, by blocks of value dims.
-        key_block: Key dims that the latter takes at once.
+        key_block: Key dims without gates that the latter takes at once.
         step: The token-by-token kernel.
     """
 
@@ -37,7 +37,7 @@ _THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
 _BF16, _TF32 = ("tf32x3", "bf16x3"), ("tf32x3", "tf32x3")
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(64, *_BF16, _WIDE, Tile(128, 8, 2), Tile(128, 8, 2), Tile(128, 8, 2), 64, _STEP),
+        128: Config(64, *_BF16, _WIDE, Tile(128, 8, 2), Tile(128, 8, 2), Tile(128, 8, 1), 128, _STEP),
         256: Config(64, *_BF16, _WIDE, Tile(64, 8, 1), Tile(64, 8, 1), Tile(128, 8, 2), 64, _STEP),
     },
     MEDIUM: {

@@ -80,10 +80,12 @@ class Launcher:
     def of(call: Call, plan: Plan, arrays: Sequence[jax.Array], cu_seqlens: jax.Array | None) -> "Launcher":
         config = plan.config
         facts = Facts(
-            call.heads,
-            *(each.shape[2] for each in arrays[:3]),
-            call.key_dim,
-            call.value_dim,
+            heads=call.heads,
+            query_heads=arrays[0].shape[2],
+            key_heads=arrays[1].shape[2],
+            value_heads=arrays[2].shape[2],
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
             chunk=config.chunk,
             decay=call.decay,
             scale=float(call.scale),

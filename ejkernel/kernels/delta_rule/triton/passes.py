@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.delta_rule.call import Call
@@ -41,7 +40,8 @@ def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array
     *inputs, cu_seqlens = arrays
     launcher = Launcher.of(call, plan, inputs, cu_seqlens)
     if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
-        return (*_step(launcher, *inputs), None)
+        output, last = _step(launcher, *inputs)
+        return output, last, None
     return _walk(launcher, keep, inputs, _entering(call, cu_seqlens, *inputs[4:]))
 
 
@@ -117,7 +117,17 @@ def backward(
     folded = kept.folded or Folded(query, key)
     dr, dstates, dstart = launcher.walk(
         device("walk").backward,
-        *(folded.query, folded.key, folded.write, doutput, kept.reads, kept.transposed, kept.weights, folded.total, dlast),
+        *(
+            folded.query,
+            folded.key,
+            folded.write,
+            doutput,
+            kept.reads,
+            kept.transposed,
+            kept.weights,
+            folded.total,
+            dlast,
+        ),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
@@ -144,21 +154,19 @@ def backward(
         programs=launcher.blocks(chunk) * call.heads * parts,
         tile=config.gradients,
         length=chunk,
-        BK=min(config.key_block, padded(call.key_dim)),
+        BK=min(config.system.block if keyed else config.key_block, padded(call.key_dim)),
         BV=block,
         **(launcher.gates() if keyed else {}),
     )
     dvalue = dvalue[..., None, :]
     found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
-    if log_decay is None:
-        dgate = None
-    else:
-        dgate = _sum_parts(dgate, log_decay) if keyed else dgate.sum(-1).astype(log_decay.dtype)
-    dstate = None
+    dlog_decay = dstate = None
+    if log_decay is not None:
+        dlog_decay = _sum_parts(dgate, log_decay) if keyed else dgate.sum(-1).astype(log_decay.dtype)
     if pull is not None:
         of_first, dstate = pull(dstart)
-        dgate = None if dgate is None else dgate + of_first
-    return (*found, dbeta.sum(-1).astype(beta.dtype), dgate, dstate)
+        dlog_decay = None if dlog_decay is None else dlog_decay + of_first
+    return (*found, dbeta.sum(-1).astype(beta.dtype), dlog_decay, dstate)
 
 
 def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:

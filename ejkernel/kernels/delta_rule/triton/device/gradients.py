@@ -113,7 +113,7 @@ def gradients(
         b_dbelow = b_dbelow * b_pair
         b_arriving = tl.zeros([C, C], tl.float32)
         b_leaving = tl.zeros([C, C], tl.float32)
-        b_through = tl.zeros([BK, BK], tl.float32)
+        b_through = 0.0
         b_below = tl.zeros([C, C], tl.float32)
         b_score = tl.zeros([C, C], tl.float32)
     # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
@@ -140,7 +140,7 @@ def gradients(
             b_arriving = tl.dot(b_q, b_dq.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
             b_arriving = tl.dot(b_k, b_dstart.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
             b_leaving = tl.dot(b_k, b_dk.to(b_u.dtype), acc=b_leaving, input_precision=PRECISION)
-            b_through = tl.dot(tl.trans(b_state), b_dstate, acc=b_through, input_precision=PRECISION)
+            b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
             b_below = tl.dot(b_k, b_kt, acc=b_below, input_precision=PRECISION)
             b_score = tl.dot(b_q, b_kt, acc=b_score, input_precision=PRECISION)
         b_dq = tl.trans(tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION))
@@ -163,8 +163,6 @@ def gradients(
         # to this row and all after it, less what stays among these, and what has left before it
         b_dgate = tl.sum(tl.where(m_earlier, b_leaving[None, :], -b_written[None, :]), 1)
         b_dgate += tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_arriving[:, None], 0.0), 0)
-        m_own = tl.arange(0, BK)[:, None] == tl.arange(0, BK)[None, :]
-        b_through = tl.sum(tl.sum(tl.where(m_own, b_through, 0.0), 1), 0)
         b_dgate += b_through * tl.sum(tl.where(o_r == C - 1, b_since, 0.0), 0)
         b_dgate = tl.where(m_gate & (b_gate > LEAST), b_dgate, 0.0)
         tl.store(p_dgate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)

@@ -141,8 +141,7 @@ def solve_keyed(
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
             for i_level in range(0, LEVELS):
-                b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
-                b_fade = tl.exp2(tl.minimum(b_bits, MOST))
+                b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE)[0], MOST))
                 b_key = folded(b_k, b_fade, SOLVE)
                 m_meet = corner(o_r, i_level)
                 b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=SOLVE)

@@ -8,13 +8,13 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.key_gates import (
     bits_from_middle,
     bits_to_border,
     decays_to_ends,
     scaled,
 )
-from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 
 
 @triton.jit
@@ -127,8 +127,7 @@ def gradients_keyed(
             b_dk += b_dlate_k * b_up + b_dearly * b_down
         else:
             for i_level in range(0, LEVELS):
-                b_bits, m_late = bits_to_border(b_gate, o_r, i_level, FINE)
-                b_fade = tl.exp2(tl.minimum(b_bits, MOST))
+                b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE)[0], MOST))
                 b_late_q = scaled(b_q, b_fade)
                 b_late_k = scaled(b_k, b_fade)
                 m_meet = corner(o_r, i_level)

@@ -55,7 +55,7 @@ def solve(
     KEEP: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and its rows' weights.
+    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and rows' weights.
 
     These are beta and the decays since the chunk's start and until its end. KEEP stores the inverse transposed too.
     """

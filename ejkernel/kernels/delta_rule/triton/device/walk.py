@@ -45,7 +45,7 @@ def forward(
     KEEP: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """`u = (I + M)⁻¹ r` where `r = β (v - e^A k S)`, `out = scale (e^A q S + P (I + M)⁻¹ r)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`.
+    """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
 
     With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`.
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start.
