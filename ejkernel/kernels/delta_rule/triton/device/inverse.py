@@ -14,7 +14,7 @@ def corner(o_r, i_level):
 
 
 @triton.jit
-def of_small_blocks(b_below, C: tl.constexpr):
+def of_small_blocks(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     """`(I + below)⁻¹` of the blocks of 16 rows on the diagonal, as one matrix."""
     BLOCKS: tl.constexpr = C // 16
     o_block = tl.arange(0, BLOCKS)
@@ -25,8 +25,8 @@ def of_small_blocks(b_below, C: tl.constexpr):
     b_found = b_unit[None, :, :] - tl.where(corner(o_r, 0)[None, :, :], b_blocks, 0.0)
     for i_level in tl.static_range(1, 4):
         b_corner = tl.where(corner(o_r, i_level)[None, :, :], b_blocks, 0.0)
-        b_corner = tl.dot(b_corner, b_found, input_precision="ieee")
-        b_found -= tl.dot(b_found, b_corner, input_precision="ieee")
+        b_corner = tl.dot(b_corner, b_found, input_precision=PRECISION)
+        b_found -= tl.dot(b_found, b_corner, input_precision=PRECISION)
     return tl.reshape(tl.where(m_diagonal, b_found[:, :, None, :], 0.0), [C, C])
 
 
@@ -37,7 +37,8 @@ def inverse(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     Blocks are paired up, again and again: [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]].
     """
     o_r = tl.arange(0, C)
-    b_found = of_small_blocks(b_below, C)
+    # three passes on so few numbers take more registers than they save
+    b_found = of_small_blocks(b_below, C, "ieee" if PRECISION == "tf32x3" else PRECISION)
     for i_level in tl.static_range(4, 4 + (C >= 32) + (C >= 64)):
         b_corner = tl.where(corner(o_r, i_level), b_below, 0.0)
         b_corner = tl.dot(b_corner, b_found, input_precision=PRECISION)
