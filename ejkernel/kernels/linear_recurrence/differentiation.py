@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.folding import dense, foldable
+from ejkernel.kernels.chunks.folding import dense, foldable
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 

@@ -7,7 +7,7 @@ import jax
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
-from ejkernel.kernels.delta_rule.xla.recurrence import decay_beside_states
+from ejkernel.kernels.delta_rule.xla.decode import beside_states
 from ejkernel.kernels.linear_recurrence.triton.launcher import F32, shape
 from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 
@@ -52,7 +52,7 @@ def _entering(
     if state is None:
         return None
     gates = None if log_decay is None else of_first_tokens(call, log_decay, cu_seqlens)
-    return decayed(state.astype(F32), *decay_beside_states(call, gates))
+    return decayed(state.astype(F32), *beside_states(call, gates))
 
 
 def _walk(

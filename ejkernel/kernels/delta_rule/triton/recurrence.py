@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.folding import dense, foldable
+from ejkernel.kernels.chunks.folding import dense, foldable
 from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton import passes

@@ -38,7 +38,7 @@ class Walk:
         C = self.sizes.chunk
         return pl.ds(i * C if isinstance(i, int) else pl.multiple_of(i * C, C), C)
 
-    def load(self, name: str, head: int, i: Any) -> jax.Array:
+    def rows_of(self, name: str, head: int, i: Any) -> jax.Array:
         """A chunk of an array, 0 where a token is not the item's."""
         x = self.arrays[name][0, self.tokens(i), self.lanes(name, head)]
         return jnp.where(self.own(i, x.shape), x, jnp.zeros_like(x)) if self.sizes.masked else x
@@ -61,7 +61,7 @@ class Walk:
 
     def gates(self, head: int, i: Any) -> jax.Array:
         """A head's key gates in a chunk."""
-        return self.load("gates", head, i).astype(F32)
+        return self.rows_of("gates", head, i).astype(F32)
 
     def decays(self, i: int) -> Decays | None:
         """All heads' decays in a chunk, for one gate a head."""
@@ -133,7 +133,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
             arrays["met"][0, 0, h] = states[old, h]
 
     def visit(h: int, i: Any, chunk: chunks.Chunk, state: jax.Array) -> jax.Array:
-        value = walk.load("value", h, i)
+        value = walk.rows_of("value", h, i)
         walk.store("output", h, i, chunks.read(chunk, value, state))
         return chunks.written(chunk, value, state)
 
@@ -142,7 +142,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     for h in heads:
         state = states[old, h]
         for i in walk.order():
-            query, key = walk.load("query", h, i), walk.load("key", h, i)
+            query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
             if by_key:
                 mild = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
                 strong.append(mild.strong)
@@ -175,7 +175,7 @@ def walk_exact(walk: Walk, head: int, i: Any) -> tuple[Exact, jax.Array]:
     """A chunk of strong gates, the gate of a sequence's first token apart, which only a state there meets `[1, K]`."""
     gates = jnp.maximum(walk.gates(head, i), LOWEST)
     is_first = walk.is_first(i, gates.shape)
-    query, key = walk.load("query", head, i), walk.load("key", head, i)
+    query, key = walk.rows_of("query", head, i), walk.rows_of("key", head, i)
     exact = Exact.of(query, key, jnp.where(is_first, 0, gates), walk.sizes.scale, walk.sizes.reverse)
     return exact, jnp.where(is_first, gates, 0).sum(0, keepdims=True)
 
@@ -215,7 +215,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
     def visit(h: int, i: Any, chunk: Any, state: jax.Array, d_state: jax.Array) -> tuple[Any, jax.Array]:
         """Stores a chunk's gradients; gives what crosses its gates, and the cotangent of the state at its start."""
-        value, d_output = walk.load("value", h, i), walk.load("d_output", h, i)
+        value, d_output = walk.rows_of("value", h, i), walk.rows_of("d_output", h, i)
         mirrored = chunks.mirrored(chunk.chunk, value, state, d_output, d_state)
         dq, dk, flow = chunk.gradients(mirrored, d_state, state, sizes.reverse)
         walk.store("d_query", h, i, dq)
@@ -233,14 +233,14 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         done: dict[int, Any] = {}
         met: dict[int, jax.Array] = {}
         for i in walk.order():
-            query, key = walk.load("query", h, i), walk.load("key", h, i)
+            query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
             if by_key:
                 done[i] = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
                 strong.append(done[i].strong)
             else:
                 done[i] = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse)
             met[i] = state
-            state = chunks.written(done[i].chunk, walk.load("value", h, i), state)
+            state = chunks.written(done[i].chunk, walk.rows_of("value", h, i), state)
         d_state = d_states[old, h]
         for i in walk.order(backward=True):
             flow, d_state = visit(h, i, done[i], met[i], d_state)
@@ -270,7 +270,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                 def _(j: Any, h: int = h) -> None:
                     exact, first = walk_exact(walk, h, sizes.chunks - 1 - j if sizes.reverse else j)
                     states[j] = grown(states[j], first)
-                    value = walk.load("value", h, sizes.chunks - 1 - j if sizes.reverse else j)
+                    value = walk.rows_of("value", h, sizes.chunks - 1 - j if sizes.reverse else j)
                     states[j + 1] = chunks.written(exact.chunk, value, states[j])
 
                 @pl.loop(0, sizes.chunks)
