@@ -9,13 +9,13 @@ from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mes
 from ejkernel._checks.packing import cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
 from ejkernel._checks.recurrence import (
     LinearAttention,
-    cache_position,
     carried,
     gate_per_head,
     heads,
     layer_input,
     layer_number,
     linear_attention,
+    position,
     state_dtype,
 )
 from ejkernel._checks.softmax import (
@@ -52,7 +52,6 @@ __all__ = [
     "axis",
     "block_sizes",
     "bound_axis",
-    "cache_position",
     "carried",
     "cu_seqlens",
     "delta_rule",
@@ -76,6 +75,7 @@ __all__ = [
     "mesh_axis",
     "one_row",
     "packed_borders",
+    "position",
     "positive",
     "positive_int",
     "power_of_two",

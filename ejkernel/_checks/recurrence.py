@@ -147,10 +147,10 @@ def carried(dims: Dims, argument: str, x: Any, pattern: str) -> jax.Array:
     return x
 
 
-def cache_position(dims: Dims, position: Any) -> jax.Array:
-    """`position`, where the next token of each row goes."""
-    position = array("cache.position", position)
-    if not jnp.issubdtype(position.dtype, jnp.integer):
-        raise TypeError(f"cache.position: got dtype {position.dtype}; expected an integer dtype")
-    dims.match("cache.position", position, "B")
-    return position
+def position(dims: Dims, argument: str, x: Any) -> jax.Array:
+    """`x`, where the next token of each of `B` rows or `N` packed sequences goes."""
+    x = array(argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
+    dims.match(argument, x, "N" if "N" in dims.sizes else "B")
+    return x

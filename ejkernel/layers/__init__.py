@@ -1,18 +1,28 @@
-"""Flax NNX layers that show how the ops are used; needs Flax, which the extra `layers` brings.
+"""Flax NNX layers that published models are made of; needs Flax, which the extra `layers` brings.
 
 All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B, T, width]`, or `[T, width]` for a
-packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
-lie along the mesh axis `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
+packed stream; the state continues a sequence, one token at a time if need be. Each has a function `from_…` that takes
+the weights of the implementation in use elsewhere. Kernels carry their partitioning: heads lie along the mesh axis
+`"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
 """
 
-from ejkernel.layers.linear import GatedLinearAttention, GatedState, LightningAttention, Retention
+from ejkernel.layers._state import RecurrentState
+from ejkernel.layers.gated_delta_net import GatedDeltaNet
+from ejkernel.layers.gated_linear_attention import GatedLinearAttention
+from ejkernel.layers.kimi_delta_attention import KimiDeltaAttention
+from ejkernel.layers.lightning_attention import LightningAttention
+from ejkernel.layers.mamba2 import Mamba2
+from ejkernel.layers.retention import Retention
 from ejkernel.layers.softmax import KeyValueCache, MultiHeadAttention
 
 __all__ = [
+    "GatedDeltaNet",
     "GatedLinearAttention",
-    "GatedState",
     "KeyValueCache",
+    "KimiDeltaAttention",
     "LightningAttention",
+    "Mamba2",
     "MultiHeadAttention",
+    "RecurrentState",
     "Retention",
 ]

@@ -1,6 +1,7 @@
 """Multi-head softmax attention, with a cache that grows with the sequence."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,13 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.attention import attention, flash_attention
+from ejkernel.layers import _weights
+from ejkernel.layers._dtypes import checked, wide
+from ejkernel.layers._norm import RMSNorm
 from ejkernel.layers._padding import without_padding
-from ejkernel.layers._projection import into_heads, merge, out_of_heads, per_head, split
-from ejkernel.xla_utils.utils import prepare_position_ids
+from ejkernel.layers._positions import positions
+from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, per_head, shared_by, split
+from ejkernel.layers._rotary import rotary
 
 
 class KeyValueCache(NamedTuple):
@@ -33,12 +38,28 @@ class KeyValueCache(NamedTuple):
 
 
 class MultiHeadAttention(nnx.Module):
-    """Causal softmax attention with rotary positions and grouped key/value heads.
+    """Causal softmax attention with rotary positions, optionally with fewer key/value heads, a window, sinks and more.
+
+    Its options make it the attention of Llama, Gemma-2, gpt-oss, Qwen3 and Qwen3-Next; their defaults are Llama's.
 
     Args:
         width: Of the input and the output.
-        heads: How many heads share the width.
+        heads: How many heads queries have.
         kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
+        head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
+        bias: Whether the projections have one.
+        window: How many tokens a query sees, its own included; `None` is all.
+        soft_cap: Scores become `soft_cap · tanh(scores / soft_cap)`; `None` leaves them.
+        softmax_scale: What scores are multiplied by; `None` is `head_dim ** -0.5`.
+        sinks: Whether each head has a logit of its own in the softmax's denominator.
+        norm: Whether each head's queries and keys are normalised before they are rotated.
+        output_gate: Whether the output is multiplied by a sigmoid of the input; it is made beside the queries.
+        rope_theta: The base of the rotation's frequencies; `None` is without rotation.
+        rotary_dim: How many of a head's dims are rotated; `None` is all.
+        rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3` or `yarn`.
+        epsilon: Of the norms.
+        dtype: What is computed in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
+        param_dtype: Of the parameters.
         rngs: Where parameters are drawn from.
 
     Examples:
@@ -52,21 +73,61 @@ class MultiHeadAttention(nnx.Module):
         ((2, 1, 64), [11, 11])
     """
 
-    def __init__(self, width: int, heads: int, *, kv_heads: int | None = None, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        self.width, self.head_dim = width, per_head("width", width, heads)
-        if heads % _checks.positive_int("kv_heads", self.kv_heads):
-            _checks.fail("kv_heads", self.kv_heads, f"a divisor of the {heads} heads")
-        if self.head_dim % 2:
-            _checks.fail("width", width, f"an even width per head, as rotation needs, not {self.head_dim}")
-        self.query = into_heads(width, heads * self.head_dim, rngs)
-        self.key = into_heads(width, self.kv_heads * self.head_dim, rngs)
-        self.value = into_heads(width, self.kv_heads * self.head_dim, rngs)
-        self.out = out_of_heads(heads * self.head_dim, width, rngs)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        sinks: bool = False,
+        norm: bool = False,
+        output_gate: bool = False,
+        rope_theta: float | None = 10000.0,
+        rotary_dim: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.width, self.heads = _checks.positive_int("width", width), heads
+        self.head_dim = per_head("width", width, heads) if head_dim is None else head_dim
+        _checks.positive_int("head_dim", self.head_dim)
+        self.kv_heads = shared_by("kv_heads", heads if kv_heads is None else kv_heads, heads)
+        self.window = None if window is None else _checks.positive_int("window", window)
+        self.soft_cap = None if soft_cap is None else _checks.positive("soft_cap", soft_cap)
+        self.softmax_scale = None if softmax_scale is None else _checks.positive("softmax_scale", softmax_scale)
+        if rope_theta is None:
+            self.rotate = None
+        else:
+            turned = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
+            if turned % 2 or turned > self.head_dim:
+                name, got = ("head_dim", self.head_dim) if rotary_dim is None else ("rotary_dim", turned)
+                _checks.fail(name, got, f"an even number of the {self.head_dim} dims of a head, as rotation needs")
+            self.rotate = rotary(turned, _checks.positive("rope_theta", rope_theta), rope_scaling)
+        self.dtype, param_dtype = checked(dtype, param_dtype)
+        made = Made(self.dtype, param_dtype, rngs)
+        bias, self.output_gate = _checks.flag("bias", bias), _checks.flag("output_gate", output_gate)
+        # a head's gate stands beside its query
+        self.query = into_heads(width, (2 if output_gate else 1) * heads * self.head_dim, made, bias=bias)
+        self.key, self.value = (into_heads(width, self.kv_heads * self.head_dim, made, bias=bias) for _ in range(2))
+        self.out = out_of_heads(heads * self.head_dim, width, made, bias=bias)
+        normed = _checks.flag("norm", norm)
+        self.query_norm, self.key_norm = (
+            RMSNorm(self.head_dim, epsilon, param_dtype) if normed else None for _ in range(2)
+        )
+        self.sinks = nnx.Param(jnp.zeros(heads, param_dtype)) if _checks.flag("sinks", sinks) else None
 
-    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> KeyValueCache:
-        """Room for `capacity` tokens of each of `batch` sequences."""
+    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KeyValueCache:
+        """Room for `capacity` tokens of each of `batch` sequences; `None` is the layer's `dtype` or else float32."""
         batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
+        if dtype is None:
+            dtype = jnp.float32 if self.dtype is None else self.dtype
         shape, dtype = (batch, capacity, self.kv_heads, self.head_dim), _checks.floating_dtype("dtype", dtype)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
@@ -84,16 +145,11 @@ class MultiHeadAttention(nnx.Module):
         """
         dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
         x, cu_seqlens = _checks.layer_input(dims, x, cu_seqlens)
-        x = without_padding(x, cu_seqlens)
-        query = split(self.query(x), self.heads)
-        key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
+        x = without_padding(x if self.dtype is None else x.astype(self.dtype), cu_seqlens)
         if cache is None:
-            positions = jnp.arange(x.shape[-2])
-            if cu_seqlens is not None:
-                positions = prepare_position_ids(cu_seqlens, total_tokens=x.shape[-2])
-            query, key = rotate(query, positions), rotate(key, positions)
-            output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens)
-            return without_padding(self.out(merge(output)), cu_seqlens), None
+            query, key, value, gate = self._projected(x, positions(x, None, cu_seqlens))
+            output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens, **self._options())
+            return without_padding(self._finish(output, gate), cu_seqlens), None
         if cu_seqlens is not None:
             _checks.fail("cache", "one together with cu_seqlens", "one of them")
         if not isinstance(cache, KeyValueCache):
@@ -101,30 +157,109 @@ class MultiHeadAttention(nnx.Module):
         cache = KeyValueCache(
             _checks.carried(dims, "cache.key", cache.key, "capacity Hkv K"),
             _checks.carried(dims, "cache.value", cache.value, "capacity Hkv K"),
-            _checks.cache_position(dims, cache.position),
+            _checks.position(dims, "cache.position", cache.position),
         )
         if x.shape[1] > cache.capacity:
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
-        positions = cache.position[:, None] + jnp.arange(x.shape[1])  # [B, T]
-        query, key = rotate(query, positions), rotate(key, positions)
+        at = positions(x, cache.position, None)  # [B, T]
+        query, key, value, gate = self._projected(x, at)
         row = jnp.arange(x.shape[0])[:, None]
-        keys = cache.key.at[row, positions].set(key.astype(cache.key.dtype), mode="drop")
-        values = cache.value.at[row, positions].set(value.astype(cache.value.dtype), mode="drop")
+        keys = cache.key.at[row, at].set(key.astype(cache.key.dtype), mode="drop")
+        values = cache.value.at[row, at].set(value.astype(cache.value.dtype), mode="drop")
+        options = self._options()
         if x.shape[1] == 1:
             # the weights of one query are few enough to hold, which is faster than going block by block
-            seen = jnp.arange(cache.capacity) <= positions  # [B, capacity]
-            output, _ = attention(query, keys, values, seen[:, None, None], dtype=None)
+            place = jnp.arange(cache.capacity)
+            seen = place <= at  # [B, capacity]
+            if (window := options.pop("sliding_window")) is not None:
+                seen &= place >= at - window[0]
+            output, _ = attention(query, keys, values, seen[:, None, None], dtype=None, **options)
         else:
             # causality, counted from the first query's position, also hides the empty rest of the cache
-            output = flash_attention(query, keys, values, causal=True, query_offset=cache.position)
-        output = jnp.where(positions[..., None] < cache.capacity, self.out(merge(output)), jnp.nan)
+            output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **options)
+        output = self._finish(output, gate)
+        output = jnp.where(at[..., None] < cache.capacity, output, jnp.asarray(jnp.nan, output.dtype))
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])
 
+    def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        query, gate = split(self.query(x), self.heads), None
+        if self.output_gate:
+            query, gate = jnp.split(query, 2, -1)
+        key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query).astype(x.dtype), self.key_norm(key).astype(x.dtype)
+        if self.rotate is not None:
+            query, key = self.rotate(query, at), self.rotate(key, at)
+        return query, key, value, gate
 
-def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary embedding of `x [..., T, H, K]`: the two halves of `K` are turned by angles that grow with position."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)  # [..., T, 1, K/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    def _options(self) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.softmax_scale,
+            "logits_soft_cap": self.soft_cap,
+            "sliding_window": None if self.window is None else (self.window - 1, 0),
+            "softmax_aux": None if self.sinks is None else wide(self.sinks[...])[:, None],
+        }
+
+    def _finish(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
+        if gate is not None:
+            output = (wide(output) * jax.nn.sigmoid(wide(gate))).astype(output.dtype)
+        return self.out(merge(output))
+
+    @classmethod
+    def from_transformers(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The layer with the weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
+
+        Args:
+            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
+            *arguments: As the layer's own.
+            prefix: What the names begin with here; all others are left alone.
+            **options: As the layer's own, without `rngs`.
+
+        Raises:
+            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
+        """
+        reference = "transformers' attention of these sizes and options"
+        return cls._load(weights, arguments, options, prefix, reference, _weights.same)
+
+    @classmethod
+    def from_qwen3_next(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The layer with the weights of transformers' `Qwen3NextAttention`, whose `norm` and `output_gate` are on.
+
+        Args:
+            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
+            *arguments: As the layer's own.
+            prefix: What the names begin with here; all others are left alone.
+            **options: As the layer's own, without `rngs`.
+
+        Raises:
+            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
+        """
+        options = {"norm": True, "output_gate": True, **options}
+        reference = "transformers' Qwen3NextAttention of these sizes"
+        return cls._load(weights, arguments, options, prefix, reference, _weights.one_plus)
+
+    @classmethod
+    def _load(
+        cls,
+        weights: Mapping[str, Any],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        prefix: str,
+        reference: str,
+        scale: Any,
+    ) -> Self:
+        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+
+        def sources(layer: Any) -> dict[str, _weights.Source | None]:
+            biased, normed = layer.query.bias is not None, layer.query_norm is not None
+            return {
+                **{f"{ours}.kernel": _weights.linear(theirs) for ours, theirs in names.items()},
+                **{f"{ours}.bias": _weights.same(f"{theirs}.bias") for ours, theirs in names.items() if biased},
+                "query_norm.scale": scale("q_norm.weight") if normed else None,
+                "key_norm.scale": scale("k_norm.weight") if normed else None,
+                "sinks": _weights.same("sinks") if layer.sinks is not None else None,
+            }
+
+        return _weights.load(
+            lambda: cls(*arguments, **options, rngs=nnx.Rngs(0)), weights, sources, prefix=prefix, reference=reference
+        )

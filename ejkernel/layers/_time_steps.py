@@ -1,0 +1,31 @@
+"""Gates as state space models have them: a rate times a time step that every token chooses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.layers._dtypes import wide
+from ejkernel.layers._projection import Made
+
+SHORTEST, LONGEST = 1e-3, 0.1
+
+
+def log_decay(A_log: jax.Array, chosen: jax.Array, bias: jax.Array) -> jax.Array:
+    """`-exp(A_log) · softplus(chosen + bias)`, in at least float32."""
+    return -jnp.exp(wide(A_log)) * time_step(chosen, bias)
+
+
+def time_step(chosen: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.softplus(wide(chosen) + wide(bias))
+
+
+def log_rates(heads: int, made: Made) -> jax.Array:
+    """`A_log` at first: rates spread evenly from 1 to 16."""
+    return jnp.log(jax.random.uniform(made.rngs.params(), (heads,), jnp.float32, 1, 16)).astype(made.param_dtype)
+
+
+def time_step_bias(count: int, made: Made) -> jax.Array:
+    """A bias whose softplus is spread from `SHORTEST` to `LONGEST`, as many in each factor of ten."""
+    steps = jax.random.uniform(made.rngs.params(), (count,), jnp.float32, math.log(SHORTEST), math.log(LONGEST))
+    return jnp.log(jnp.expm1(jnp.exp(steps))).astype(made.param_dtype)
