@@ -556,8 +556,8 @@ def layer_ops() -> dict[str, Op]:
     def lightning(x, layer_idx=1, num_layers=3):
         return layers.LightningAttention(8, 2, layer_idx=layer_idx, num_layers=num_layers, rngs=nnx.Rngs(0))(x)
 
-    def softmax(x, cache=None, cu_seqlens=None, width=8, heads=2, kv_heads=None):
-        return layers.MultiHeadAttention(width, heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))(x, cache, cu_seqlens)
+    def softmax(x, cache=None, cu_seqlens=None, width=8, heads=2, **options):
+        return layers.MultiHeadAttention(width, heads, **options, rngs=nnx.Rngs(0))(x, cache, cu_seqlens)
 
     def empty_cache(batch, capacity, heads=2, **options):
         return layers.MultiHeadAttention(8, heads, rngs=nnx.Rngs(0)).empty_cache(batch, capacity, **options)
@@ -582,44 +582,75 @@ def layer_ops() -> dict[str, Op]:
         ({"heads": True}, ValueError, "heads: got True; expected an int of at least 1"),
         ({"width": -8}, ValueError, "width: got -8; expected an int of at least 1"),
     ]
+    dtypes = [
+        ({"dtype": np.int8}, TypeError, "dtype: got int8; expected a floating-point dtype"),
+        ({"param_dtype": TINY}, TypeError, f"param_dtype: got float8_e4m3fn; {EXPECTED}"),
+    ]
     cache, roomy = empty_cache(2, 2), empty_cache(2, 9)
-    _, state = gated(x)
+    state = layers.RecurrentState(ones(2, 2, 2, 4), ones(2, 3, 16))
     rows = {
         "GatedLinearAttention": [
             ({"key_width": 9}, ValueError, "key_width: got 9; expected a multiple of the 2 heads"),
             ({"value_width": 0}, ValueError, "value_width: got 0; expected an int of at least 1"),
-            ({"window": 0}, ValueError, "window: got 0; expected an int of at least 1"),
+            ({"convolution": 0}, ValueError, "convolution: got 0; expected an int of at least 1"),
+            ({"kv_heads": 3}, ValueError, "kv_heads: got 3; expected a divisor of the 2 heads"),
+            ({"epsilon": 0}, ValueError, "epsilon: got 0.0; expected a number above 0"),
+            ({"gate_normalizer": 0}, ValueError, "gate_normalizer: got 0.0; expected a number above 0"),
             ({"gate_rank": 0}, ValueError, "gate_rank: got 0; expected an int of at least 1"),
             ({"memory": (0, 8)}, ValueError, "memory: got 0.0; expected a number above 0"),
             ({"memory": 8}, ValueError, r"memory: got 8; expected \(shortest, longest\), in tokens"),
-            ({"state": ones(2, 2, 4, 4)}, TypeError, "state: got ndarray; expected the GatedState of an earlier call"),
+            ({"state": ones(2, 2, 2, 4)}, TypeError, "state: got ndarray; expected the RecurrentState of an earlier"),
             (
-                {"state": state, "x": ones(3, 1, 8)},
+                {"state": state, "x": ones(3, 1, 8), "convolution": 4},
                 ValueError,
-                r"state.recent: got shape \(2, 4, 8\); expected \[B, window, width\] with B=3, window=4, width=8",
+                r"state.memory: got shape \(2, 2, 2, 4\); expected \[B, H, K, V\] with B=3",
             ),
-            ({"state": state, "window": 3}, ValueError, r"state.recent: got shape \(2, 4, 8\); .* window=3"),
-            ({"state": state, "heads": 4}, ValueError, r"state.memory: got shape \(2, 2, 4, 4\); expected .* H=4, K=2"),
             (
-                {"state": state, "x": x[0], "cu_seqlens": [0, 1, 2, 3]},
+                {"state": state, "convolution": 3},
                 ValueError,
-                r"state.recent: got shape \(2, 4, 8\); expected \[N, window, width\] with N=3",
+                r"state.recent: got shape \(2, 3, 16\); expected .* with B=2, recent=2, channels=16",
+            ),
+            ({"state": state, "heads": 4}, ValueError, r"state.memory: got shape \(2, 2, 2, 4\); expected .* H=4, K=1"),
+            (
+                {"state": state, "x": x[0], "cu_seqlens": [0, 1, 2, 3], "convolution": 4},
+                ValueError,
+                r"state.memory: got shape \(2, 2, 2, 4\); expected \[N, H, K, V\] with N=3",
             ),
             ({"state": state._replace(memory=None)}, TypeError, "state.memory: got NoneType; expected an array"),
+            (
+                {"state": state._replace(recent=None), "convolution": 4},
+                TypeError,
+                "state.recent: got NoneType; expected an array",
+            ),
         ],
         "Retention": [
             (
-                {"state": ones(3, 2, 4, 4)},
+                {"state": layers.RecurrentState(ones(3, 2, 4, 8))},
                 ValueError,
-                r"state: got shape \(3, 2, 4, 4\); expected \[B, H, K, V\] .* B=2",
+                r"state.memory: got shape \(3, 2, 4, 8\); expected \[B, H, K, V\] .* B=2",
             ),
-            ({"state": state}, TypeError, "state: got GatedState; expected an array"),
-            ({"state": ones(2, 2, 4, 4), "x": x[0], "cu_seqlens": [0]}, ValueError, "state: got shape .* with N=0"),
+            (
+                {"state": layers.RecurrentState(ones(2, 2, 4, 8))},
+                TypeError,
+                "state.position: got NoneType; expected an array",
+            ),
+            (
+                {"state": layers.RecurrentState(ones(2, 2, 4, 8), position=ones(2))},
+                TypeError,
+                "state.position: got dtype float32; expected an integer dtype",
+            ),
+            ({"key_width": 6}, ValueError, "key_width: got 6; expected an even width per head"),
+            ({"rope_theta": 0}, ValueError, "rope_theta: got 0.0; expected a number above 0"),
         ],
         "MultiHeadAttention": [
             ({"kv_heads": 3}, ValueError, "kv_heads: got 3; expected a divisor of the 2 heads"),
             ({"kv_heads": 0}, ValueError, "kv_heads: got 0; expected an int of at least 1"),
-            ({"width": 6, "x": ones(2, 3, 6)}, ValueError, "width: got 6; expected an even width per head"),
+            ({"width": 6, "x": ones(2, 3, 6)}, ValueError, "head_dim: got 3; expected an even number of the 3 dims"),
+            ({"head_dim": 0}, ValueError, "head_dim: got 0; expected an int of at least 1"),
+            ({"rotary_dim": 6}, ValueError, "rotary_dim: got 6; expected an even number of the 4 dims of a head"),
+            ({"window": 0}, ValueError, "window: got 0; expected an int of at least 1"),
+            ({"soft_cap": -1}, ValueError, "soft_cap: got -1.0; expected a number above 0"),
+            ({"softmax_scale": None, "sinks": 1}, TypeError, "sinks: got int; expected True or False"),
             ({"cache": 3}, TypeError, "cache: got int; expected what empty_cache"),
             ({"cache": cache}, ValueError, "x: got 3 tokens; expected at most the 2 that the cache has room for"),
             (
@@ -653,13 +684,43 @@ def layer_ops() -> dict[str, Op]:
         ],
     }
     calls = {"GatedLinearAttention": gated, "Retention": retention, "MultiHeadAttention": softmax}
-    more = ("key_width", "value_width", "window", "gate_rank", "memory")
+    more = {word for listed in (dtypes, *rows.values()) for changed, _, _ in listed for word in changed}
     found = {
         f"layers.{name}": Op(
-            call, {"x": x}, [*inputs, *sizes, *rows[name]], (*inspect.signature(call).parameters, *more)
+            call, {"x": x}, [*inputs, *sizes, *dtypes, *rows[name]], (*inspect.signature(call).parameters, *more)
         )
         for name, call in calls.items()
     }
+    small = {"key_heads": 2, "value_heads": 4, "key_dim": 2, "value_dim": 2}
+    found["layers.GatedDeltaNet"] = Op(
+        lambda width=8, **options: layers.GatedDeltaNet(width, **options, rngs=nnx.Rngs(0)),
+        small,
+        [
+            ({"key_heads": 3}, ValueError, "key_heads: got 3; expected a divisor of the 4 value_heads"),
+            ({"value_dim": 0}, ValueError, "value_dim: got 0; expected an int of at least 1"),
+            ({"convolution": 0}, ValueError, "convolution: got 0; expected an int of at least 1"),
+        ],
+        (*small, "convolution"),
+    )
+    found["layers.KimiDeltaAttention"] = Op(
+        lambda width=8, **options: layers.KimiDeltaAttention(width, **options, rngs=nnx.Rngs(0)),
+        {"heads": 2, "head_dim": 4},
+        [
+            ({"heads": 0}, ValueError, "heads: got 0; expected an int of at least 1"),
+            ({"gate_bias": 1}, TypeError, "gate_bias: got int; expected True or False"),
+        ],
+        ("heads", "head_dim", "gate_bias"),
+    )
+    found["layers.Mamba2"] = Op(
+        lambda width=8, **options: layers.Mamba2(width, **options, rngs=nnx.Rngs(0)),
+        {"heads": 2, "head_dim": 4, "state_dim": 3},
+        [
+            ({"groups": 3}, ValueError, "groups: got 3; expected a divisor of the 2 heads"),
+            ({"time_step_limit": 1.0}, ValueError, r"time_step_limit: got 1.0; expected \(shortest, longest\)"),
+            ({"state_dim": 0}, ValueError, "state_dim: got 0; expected an int of at least 1"),
+        ],
+        ("heads", "head_dim", "state_dim", "groups", "time_step_limit"),
+    )
     found["layers.LightningAttention"] = Op(lightning, {"x": x}, LAYER_NUMBER[:7])
     names = ("batch", "capacity", "dtype")
     found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"], names)
