@@ -24,7 +24,7 @@ SYMBOLS = 64
 class Model(nnx.Module):
     def __init__(self, width, depth, rngs):
         self.embed = nnx.Embed(SYMBOLS, width, rngs=rngs)
-        self.layers = nnx.List([GatedLinearAttention(width, heads=2, rngs=rngs) for _ in range(depth)])
+        self.layers = nnx.List([GatedLinearAttention(width, heads=2, convolution=4, rngs=rngs) for _ in range(depth)])
         self.head = nnx.Linear(width, SYMBOLS, rngs=rngs)
 
     def __call__(self, tokens, states=None, cu_seqlens=None):

@@ -26,7 +26,7 @@ class Model(nnx.Module):
     def __init__(self, width, rngs):
         self.embed = nnx.Embed(SYMBOLS, width, rngs=rngs)
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.mixer = GatedLinearAttention(width, heads=2, rngs=rngs)
+        self.mixer = GatedLinearAttention(width, heads=2, convolution=4, rngs=rngs)
         self.head = nnx.Linear(width, SYMBOLS, rngs=rngs)
 
     def __call__(self, tokens, cu_seqlens):

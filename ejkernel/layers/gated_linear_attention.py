@@ -104,7 +104,8 @@ class GatedLinearAttention(GatedOutput):
         gate_normalizer: What the gate's logarithm is divided by.
         memory: The shortest and the longest time that a key dim remembers at first, in tokens.
         convolution: How many tokens, its own included, a query, key or value is made of by a short convolution;
-            `None`, as published, is without one.
+            `None` is without one. Keys then start out as the queries of the token before, if both have as many heads:
+            a query finds what followed when the text last looked like this.
         epsilon: Of the norm.
         dtype: What is computed in; `None` is the input's. Norms, gates and the memory are in at least float32.
         param_dtype: Of the parameters.
@@ -153,6 +154,17 @@ class GatedLinearAttention(GatedOutput):
         # log σ of it is -gate_normalizer / times
         bias = -self.gate_normalizer / times - jnp.log(-jnp.expm1(-self.gate_normalizer / times))
         self.gate_up.bias.set_value(bias.astype(param_dtype))  # type: ignore[union-attr]
+        if self.convolution is not None and self.kv_heads == heads:
+            self._start_keys_as_queries_of_the_token_before(self.convolution)
+
+    def _start_keys_as_queries_of_the_token_before(self, convolution: ShortConvolution) -> None:
+        self.key.kernel.set_value(self.query.kernel[...])
+        taps = convolution.kernel[...]
+        none = jnp.zeros_like(taps[:1, : self.widths[0]])
+        recent = taps[1:, : self.widths[0]]
+        own = jnp.zeros_like(taps[:, -self.widths[2] :]).at[-1].set(1)
+        parts = [jnp.concatenate([none, recent]), jnp.concatenate([recent, none]), own]
+        convolution.kernel.set_value(jnp.concatenate(parts, 1))
 
     def __call__(
         self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: jax.Array | None = None
