@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants bench tpu clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench tpu clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -63,6 +63,11 @@ coverage: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
+# The layers beside those of transformers and flash-linear-attention. It installs gigabytes, so CI leaves it out; the
+# docs show what it wrote last. PIP_PEERS='--index-url …' may name an index that has PyTorch for the CPU alone.
+peers: $(VENV)-peers/.peers
+	JAX_PLATFORMS=cpu $(VENV)-peers/bin/python -m peers --json benchmarks/results/layers.json
+
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 
@@ -74,7 +79,7 @@ tpu: $(VENV)-tpu/.installed
 	$(TPU) --schedule --json benchmarks/results/tpu_schedules.json
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,6 +91,12 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)-peers/.peers: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_PEERS) torch
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[layers,peers]'
 	touch $@
 
 $(VENV)-newest/.dev: pyproject.toml

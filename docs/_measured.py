@@ -213,10 +213,26 @@ def _sharded() -> Iterator[list[str]]:
         yield [name, str(found["kernels"]), said or "none"]
 
 
+def _layers() -> Iterator[list[str]]:
+    columns = ("output", "gradients", "decoding")
+    yield ["layer", "reference", *columns]
+    for row in _read("layers")["rows"]:
+        cells = (f"{row[name]:.1e}".replace("e-", "e\u2011") for name in columns)
+        yield [f"`{row['layer']}`", row["reference"], *cells]
+
+
+def _layers_versions() -> Iterator[list[str]]:
+    found = _read("layers")
+    yield ["measured", *found["versions"]]
+    yield [found["date"], *found["versions"].values()]
+
+
 TABLES = {
     "tpu_schedules": _schedules,
     "tpu_compiled": _compiled,
     "tpu_sharded": _sharded,
+    "layers": _layers,
+    "layers_versions": _layers_versions,
     "flash": _flash,
     "triton": _triton,
     "fla": _fla,

@@ -116,10 +116,9 @@ class Mamba2(nnx.Module):
         step = jnp.clip(time_step(chosen, self.dt_bias[...]), *self.time_step_limit)
         rate = -jnp.exp(wide(self.A_log[...]))
         # a group's queries and keys serve several heads' values
-        query, key = (jnp.repeat(split(each, self.groups), self.heads // self.groups, -2) for each in (query, key))
         output, memory = simple_gla(
-            query,
-            key,
+            split(query, self.groups),
+            split(key, self.groups),
             (wide(value) * step[..., None]).astype(x.dtype),
             rate * step,
             softmax_scale=1.0,
