@@ -217,7 +217,10 @@ def _layers() -> Iterator[list[str]]:
     columns = ("output", "gradients", "decoding")
     yield ["layer", "reference", *columns]
     for row in _read("layers")["rows"]:
-        cells = (f"{row[name]:.1e}".replace("e-", "e\u2011") for name in columns)
+        cells = (
+            f"{row[name]:.1e}".replace("e-", "e\u2011") if name in row else "-"
+            for name in columns
+        )
         yield [f"`{row['layer']}`", row["reference"], *cells]
 
 

@@ -31,15 +31,15 @@ def numbers(reference: Reference) -> dict[str, Any]:
 
     (_, ours), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(parameters, x)
     expected = nnx.state(reference.load(their_gradients[0]), nnx.Param)
-    of_parameters = jax.tree.map(_difference, gradients[0], expected)
+    of_parameters = jax.tree.map(difference, gradients[0], expected)
     return {
-        "output": _difference(ours, theirs),
-        "gradients": max([*jax.tree.leaves(of_parameters), _difference(gradients[1], their_gradients[1])]),
-        "decoding": _difference(_decoded(layer, x), _their_decoded(reference, x)),
+        "output": difference(ours, theirs),
+        "gradients": max([*jax.tree.leaves(of_parameters), difference(gradients[1], their_gradients[1])]),
+        "decoding": difference(_decoded(layer, x), _their_decoded(reference, x)),
     }
 
 
-def _difference(ours: Any, theirs: Any) -> float:
+def difference(ours: Any, theirs: Any) -> float:
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape and np.isfinite(ours).all()
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())

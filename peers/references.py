@@ -81,7 +81,7 @@ class Reference:
     shifted: tuple[str, ...] = ()
 
 
-def _randomised(module: torch.nn.Module) -> torch.nn.Module:
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
     """Every parameter drawn, also those that would start as 0, as 1 or not at all."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def _randomised(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _fla(name: str, cls: type, ours: type, theirs: dict[str, Any], **options: Any) -> Reference:
-    module = _randomised(cls(hidden_size=WIDTH, num_heads=HEADS, layer_idx=0, **theirs))
+    module = randomised(cls(hidden_size=WIDTH, num_heads=HEADS, layer_idx=0, **theirs))
     return Reference(
         ours.__name__,
         name,
@@ -113,7 +113,7 @@ def _state_space(name: str, module: torch.nn.Module, config: Any, ours: type, **
     return Reference(
         ours.__name__,
         name,
-        _randomised(module),
+        randomised(module),
         lambda weights: ours.from_transformers(weights, WIDTH, **options),
         lambda x, cache, position: module(x, cache_params=cache),
         lambda: DynamicCache(config=config),
@@ -124,7 +124,7 @@ def _softmax(
     name: str, cls: type, rotary: type, config: Any, load: str = "from_transformers", index: int = 0, **options: Any
 ) -> Reference:
     config._attn_implementation = "eager"
-    module, rotate = _randomised(cls(config, layer_idx=index)), rotary(config=config)
+    module, rotate = randomised(cls(config, layer_idx=index)), rotary(config=config)
     window = options.get("window")
 
     def call(x: torch.Tensor, cache: Any, position: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _lightning() -> Reference:
     config = MiniMaxConfig(
         **SIZES, num_hidden_layers=3, block_size=16, layer_types=["linear_attention"] * 3, num_local_experts=2
     )
-    module = _randomised(MiniMaxLightningAttention(config, layer_idx=1))
+    module = randomised(MiniMaxLightningAttention(config, layer_idx=1))
     return Reference(
         "LightningAttention",
         "transformers MiniMax",
