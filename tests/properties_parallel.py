@@ -112,6 +112,7 @@ def leaks():
     for packed in (False, True):
         test_bits.check(*test_bits.linear("recurrent_gla", packed, run=spread))
         test_bits.check(*test_bits.linear("recurrent", packed, reverse=True, run=spread))
+        test_bits.check(*test_bits.linear("kda", packed, run=spread))
         op = softmax(parallel.flash_attention, (("causal", True),))
         test_bits.check(*test_bits.softmax(op, packed, tokens=(12, 20)))
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import triton_cases
 from attention_cases import results_and_gradients
+from delta_rule_cases import Case as DeltaCase
 from linear_attention_cases import Case
 from properties import cotangents_of, run, split
 
@@ -87,21 +88,18 @@ FRONTS = {
     "recurrent_gla": ("g", "g_gamma"),
     "recurrent": ("g", "gk", "gv"),
 }
+DELTA_RULE = {"delta_rule": {}, "gated_delta_rule": {"gate": "ordinary"}, "kda": {"gate": "mixed", "per_key": True}}
 
 
 def linear(front, packed, reverse=False, tokens=20, run=run):
     """The call of a linear front, as `run` makes it, and its inputs."""
     shape = {"lengths": LENGTHS, "padding": TAIL, "unbatched": front != "recurrent"} if packed else {"batch": ROWS}
-    case = Case(
-        "bits",
-        **shape,
-        tokens=tokens,
-        heads=4,
-        kv_heads=2,
-        gates=dict.fromkeys(FRONTS[front], "ordinary"),
-        narrow=("g",) if front == "simple_gla" else ("gk",),
-        state="each",
-    )
+    shape |= {"tokens": tokens, "heads": 4, "state": "each"}
+    if front in DELTA_RULE:
+        case = DeltaCase("bits", **shape, own_heads=(4, 2, 2), **DELTA_RULE[front])
+    else:
+        gates, narrow = dict.fromkeys(FRONTS[front], "ordinary"), ("g",) if front == "simple_gla" else ("gk",)
+        case = Case("bits", **shape, kv_heads=2, gates=gates, narrow=narrow)
     arrays, borders = split(case.arrays(np.float32))
     d_output, d_final = cotangents_of(case, arrays, 0, "both")
 
@@ -125,8 +123,14 @@ def test_linear_attention(front, packed):
     check(*linear(front, packed, reverse=packed == (front in ("simple_gla", "recurrent"))))
 
 
-def test_decoding():
-    check(*linear("recurrent", packed=False, tokens=1))
+@pytest.mark.parametrize("front, packed", [("delta_rule", True), ("gated_delta_rule", False), ("kda", True)])
+def test_delta_rule(front, packed):
+    check(*linear(front, packed, reverse=front != "kda"))
+
+
+@pytest.mark.parametrize("front", ["recurrent", "kda"])
+def test_decoding(front):
+    check(*linear(front, packed=False, tokens=1))
 
 
 def softmax(op, packed, dtype=np.float32, tokens=(10, 12), dim=4):

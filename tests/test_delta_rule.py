@@ -158,27 +158,6 @@ class TestWhatHoldsOfAnyCall:
             ends = [slope(arrays | {name: arrays[name] + sign * step * move}) for sign in (1, -1)]
             assert_close((second[name] * move).sum(), (ends[0] - ends[1]) / (2 * step), 1e-6, name)
 
-    def test_nothing_leaks_between_sequences(self):
-        case = replace(self.CASE, lengths=(20, 0, 33, 11), padding=6)
-        arrays = case.arrays(np.float32)
-        (clean, states), clean_grads, _ = with_gradients(case, arrays)
-        spoilt = {n: np.array(x) for n, x in arrays.items()}
-        for name in ("query", "key", "value", "beta", "g"):
-            spoilt[name][:, 20:53] = np.nan
-            spoilt[name][:, 64:] = np.inf
-        (output, final), grads, _ = with_gradients(case, spoilt)
-        mine = np.r_[0:20, 53:70]
-        assert np.array_equal(np.asarray(output)[:, mine], np.asarray(clean)[:, mine])
-        assert np.array_equal(np.asarray(final)[[0, 1, 3]], np.asarray(states)[[0, 1, 3]])
-        for name in ("query", "key", "value", "beta", "g"):
-            assert np.array_equal(np.asarray(grads[name])[:, mine], np.asarray(clean_grads[name])[:, mine]), name
-
-    def test_padding_has_no_effect_and_no_gradient(self):
-        case = replace(self.CASE, lengths=(20, 11), padding=6)
-        (output, _), grads, _ = with_gradients(case, case.arrays(np.float32))
-        assert not np.asarray(output)[:, 31:].any()
-        assert not any(np.asarray(grads[name])[:, 31:].any() for name in ("query", "key", "value", "beta", "g"))
-
     def test_transformations(self):
         arrays = self.CASE.arrays(np.float32)
         expected = kda(**arrays)

@@ -19,6 +19,11 @@ def long(arrays):
     return [jnp.tile(x, (1, 12, 1, 1))[:, :70] for x in arrays]
 
 
+def gates(x):
+    """`g` and `beta`, one a head each."""
+    return -jnp.abs(x[..., 0]), jax.nn.sigmoid(x[..., 1])
+
+
 MASK = np.tri(6, 6, 2, dtype=bool)[None, None]
 # as a function of query, key and value of the same shape
 SYMBOLIC_BATCH = {
@@ -39,6 +44,13 @@ LINEAR_BATCH = {
         initial_state=jnp.ones((q.shape[0], 2, 4, 4)),
     )[0],
     "recurrent, one token": lambda q, k, v: ejkernel.recurrent_gla(q[:, :1], k[:, :1], v[:, :1], -jnp.abs(q[:, :1]))[0],
+    "delta_rule": lambda q, k, v: ejkernel.delta_rule(q, k, v, jnp.cos(q[..., 0]), normalize=True)[0],
+    "gated_delta_rule, one token": lambda q, k, v: ejkernel.gated_delta_rule(
+        q[:, :1], k[:, :1], v[:, :1], *gates(k[:, :1]), initial_state=jnp.ones((q.shape[0], 2, 4, 4))
+    )[0],
+    "kda, 70 tokens": lambda q, k, v: ejkernel.kda(
+        *long((q, k[:, :, :1], v)), -jnp.abs(long((q,))[0]), gates(long((v,))[0])[1], normalize=True, reverse=True
+    )[0],
     "chunk_local_cumsum": lambda q, k, v: chunk_local_cumsum(q + k * v, 4),
     "chunk_global_cumsum, heads first": lambda q, k, v: chunk_global_cumsum((q + k * v)[..., 0], head_first=True),
 }
@@ -56,6 +68,7 @@ REFUSED = {
             "recurrent_gla": lambda *x: ejkernel.recurrent_gla(*x, x[0])[0],
         }.items()
     },
+    "kda": (lambda q, k, v: ejkernel.kda(q, k, v, q, q[..., 0])[0], f"beta: got t tokens, {SYMBOLIC}"),
     "chunk_local_cumsum": (lambda q, k, v: chunk_local_cumsum(q, 4), f"g: got t tokens, {SYMBOLIC}"),
     "flash_attention": (
         ejkernel.flash_attention,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
+from delta_rule_cases import Case as DeltaCase
 from linear_attention_cases import Case
 from triton_indices import overflows
 
@@ -24,6 +25,12 @@ PIECES = 16
 @jax.jit
 def whole(arrays, cotangents):
     results, pull = jax.vjp(lambda x: ejkernel.recurrent(**x), arrays)
+    return results, pull(cotangents)[0]
+
+
+@jax.jit
+def whole_delta_rule(arrays, cotangents):
+    results, pull = jax.vjp(lambda x: ejkernel.gated_delta_rule(**x), arrays)
     return results, pull(cotangents)[0]
 
 
@@ -66,6 +73,43 @@ def test_recurrence_over_long_sequences(gate):
     assert_close(state, wanted[0][1], bound, "final state")
     for name, x in gradients.items():
         assert_close(x, wanted[1][name], bound, name)
+
+
+@jax.jit
+def scanned(arrays, cotangents):
+    """The delta rule as a scan over tokens, with its gradients."""
+
+    def step(state, token):
+        q, k, v, b, g = (token[name][0] for name in ("query", "key", "value", "beta", "g"))
+        state = jnp.exp(g)[:, None, None] * state
+        state = state + b[:, None, None] * k[:, :, None] * (v - jnp.einsum("hk,hkv->hv", k, state))[:, None]
+        return state, jnp.einsum("hk,hkv->hv", q, state)[None] / 2  # of 4 key dims
+
+    def run(arrays):
+        tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in arrays.items() if name != "initial_state"}
+        state, output = jax.lax.scan(step, arrays["initial_state"][0], tokens)
+        return jnp.moveaxis(output, 0, 1), state[None]
+
+    results, pull = jax.vjp(run, arrays)
+    return results, pull(cotangents)[0]
+
+
+def test_delta_rule_over_long_sequences():
+    """In float32, no further from a float64 scan than a float32 one is."""
+    case = DeltaCase("long", batch=1, tokens=LONG, heads=1, own_heads=(1, 1, 1), key_dim=4, gate="tiny", state="each")
+    arrays = case.arrays(np.float32)
+    random = np.random.default_rng(1)
+    cotangents = (
+        random.normal(size=(1, LONG, 1, case.value_dim)).astype(np.float32),
+        random.normal(size=(1, 1, case.key_dim, case.value_dim)).astype(np.float32),
+    )
+    with jax.enable_x64(True):
+        wanted = scanned(*jax.tree.map(lambda x: x.astype(np.float64), (arrays, cotangents)))
+    ours, other = whole_delta_rule(arrays, cotangents), scanned(arrays, cotangents)
+    rounding = float(np.finfo(np.float32).eps)
+    for x, scan, y in zip(*map(jax.tree.leaves, (ours, other, wanted)), strict=True):
+        own = np.abs(np.asarray(scan, np.float64) - np.asarray(y)).max() / np.abs(np.asarray(y)).max()
+        assert_close(x, y, 2 * own + 4 * rounding)
 
 
 def test_attention_over_long_sequences():
@@ -141,6 +185,7 @@ LARGE = {
         lambda q, cu: gradient(lambda q: ejkernel.recurrent_gla(q, q, q, q, cu_seqlens=cu))(q),
         (STREAM, CU),
     ),
+    "kda": (gradient(lambda q, k, v, g, b: ejkernel.kda(q, k, v, g, b)), (X, X, X, X, shape(1, TOKENS, HEADS))),
     "one token": (
         gradient(lambda q, g, s: ejkernel.recurrent(q, q, q, g, initial_state=s)),
         (*[shape(1 << 17, 1, HEADS, DIM)] * 2, shape(1 << 17, HEADS, DIM, DIM)),

@@ -40,6 +40,7 @@ class Row:
         found = {name: random.normal(size=shape) for name, shape in self.shapes.items()}
         # gates that grow would overflow
         found |= {name: -np.abs(x) for name, x in found.items() if name.startswith("g")}
+        found |= {name: np.tanh(np.abs(x)) for name, x in found.items() if name == "beta"}
         return {name: jnp.asarray(x, self.dtype) for name, x in found.items()}
 
 
@@ -120,6 +121,7 @@ STATES, GAMMA = {"initial_state": (2, 4, 8, 6)}, {"g_gamma": (1, 4)}
 GATES = {"g": (2, 70, 4, 8), "gk": (2, 70, 4, 1), "gv": (2, 70, 4, 6)} | GAMMA
 BORDERS = {"cu_seqlens": np.array([0, 3, 3, 40, 66], np.int32)}
 SEVERAL = {"g": (70, 4, 8), "g_gamma": (4, 4), "initial_state": (4, 4, 8, 6)}
+NORMAL = {name: partial(getattr(ejkernel, name), normalize=True) for name in ("delta_rule", "gated_delta_rule", "kda")}
 
 
 def of_any_length(op, tokens):
@@ -155,6 +157,31 @@ ROWS += [
         Row("recurrent, gv packed", partial(ejkernel.recurrent, **BORDERS), STREAM | {"gv": (70, 4, 6)}, dtype),
         Row("recurrent, one token", of_any_length(ejkernel.recurrent, 1), LINEAR | GATES | STATES, dtype),
         Row("recurrent, few tokens", of_any_length(ejkernel.recurrent, 5), LINEAR | GATES | STATES, dtype),
+        Row("delta_rule, scale", NORMAL["delta_rule"], LINEAR | {"beta": (2, 70, 4), "softmax_scale": ()}, dtype),
+        Row(
+            "gated_delta_rule, few tokens",
+            of_any_length(NORMAL["gated_delta_rule"], 5),
+            LINEAR | STATES | {"g": (2, 70, 4), "beta": (2, 70, 4)},
+            dtype,
+        ),
+        Row(
+            "kda, one token",
+            of_any_length(NORMAL["kda"], 1),
+            LINEAR | STATES | {"g": (2, 70, 4, 8), "beta": (2, 70, 4)},
+            dtype,
+        ),
+        Row(
+            "kda, packed",
+            partial(NORMAL["kda"], **BORDERS),
+            STREAM | {"g": (70, 4, 8), "beta": (70, 4), "initial_state": (4, 4, 8, 6)},
+            dtype,
+        ),
+        Row(
+            "parallel.gated_delta_rule",
+            partial(parallel.gated_delta_rule, **TIME, normalize=True, reverse=True),
+            heads() | {"g": (2, 20, 4), "beta": (2, 20, 4), "initial_state": (4, 8, 8)},
+            dtype,
+        ),
         Row("chunk_local_cumsum", partial(xla_utils.chunk_local_cumsum, chunk_size=8), {"g": (2, 20, 3)}, dtype),
         Row(
             "chunk_global_cumsum, packed",

@@ -33,9 +33,9 @@ def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
 def _by_rows(below: jax.Array) -> jax.Array:
     """Forward substitution: a row of the inverse is the unit row less what it takes of the rows above."""
     size = below.shape[-1]
-    unit = jnp.eye(size, dtype=below.dtype)
-    rows = jnp.broadcast_to(unit[:1], (*below.shape[:-2], 1, size))
+    unit = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    rows = unit[..., :1, :]
     for t in range(1, size):
         taken = (below[..., t, :t, None] * rows).sum(-2, keepdims=True)
-        rows = jnp.concatenate([rows, unit[t : t + 1] - taken], -2)
+        rows = jnp.concatenate([rows, unit[..., t : t + 1, :] - taken], -2)
     return rows
