@@ -25,7 +25,10 @@ def of_head(op: Op, arrays: Mapping[str, np.ndarray], head: int, heads: int, ups
     fixed = np.zeros(1) if op.fixed_log_decay is None else op.fixed_log_decay(heads)[head]
     gates = [wide.get("g", wide.get("gk", fixed)), wide.get("gv", np.zeros(1))]
     a, b = (np.broadcast_to(each[:, None] if each.ndim == 1 else each, query.shape) for each in gates)
-    results = _recurrence(query, key, value, a, b, upstream)
+    if op.corrects:
+        results = _delta_rule(query, key, value, a, wide["beta"], upstream)
+    else:
+        results = _recurrence(query, key, value, a, b, upstream)
     return {name: _like(wide.get(name), x) for name, x in results.items() if name == "output" or name in wide}
 
 
@@ -56,6 +59,34 @@ def _recurrence(
         crossing = flow * states[t]
         d_a[t], d_b[t] = crossing.sum(1), crossing.sum(0)
     return results | {"query": d_query, "key": d_key, "value": d_value, "g": d_a, "gk": d_a, "gv": d_b}
+
+
+def _delta_rule(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, a: np.ndarray, beta: np.ndarray, upstream: np.ndarray | None
+) -> Results:
+    tokens, dim = query.shape
+    scale, decay = dim**-0.5, np.exp(a)[..., None]
+    states = np.zeros((tokens + 1, dim, value.shape[1]))
+    wanted = np.zeros_like(value)  # what is to be written less what is recalled
+    for t in range(tokens):
+        state = decay[t] * states[t]
+        wanted[t] = value[t] - key[t] @ state
+        states[t + 1] = state + beta[t] * np.outer(key[t], wanted[t])
+    read = states[1:]
+    results = {"output": scale * np.matmul(query[:, None], read)[:, 0]}
+    if upstream is None:
+        return results
+    d_query = scale * np.matmul(read, upstream[:, :, None])[..., 0]
+    d_key, d_value, d_a, d_beta = (np.zeros_like(x) for x in (key, value, a, beta))
+    flow = np.zeros(states.shape[1:])  # the cotangent of the state
+    for t in reversed(range(tokens)):
+        flow += scale * np.outer(query[t], upstream[t])
+        arriving = key[t] @ flow
+        d_value[t], d_beta[t] = beta[t] * arriving, arriving @ wanted[t]
+        d_key[t] = beta[t] * (flow @ wanted[t]) - (decay[t] * states[t]) @ d_value[t]
+        flow = decay[t] * (flow - np.outer(key[t], d_value[t]))
+        d_a[t] = (flow * states[t]).sum(1)
+    return results | {"query": d_query, "key": d_key, "value": d_value, "g": d_a, "beta": d_beta[:, None]}
 
 
 def _softmax(query: np.ndarray, key: np.ndarray, value: np.ndarray, upstream: np.ndarray | None) -> Results:

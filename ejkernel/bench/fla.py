@@ -21,6 +21,9 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "retention": ("fla.ops.retention", "chunk_retention", {}),
     "lightning_attn": ("fla.ops.lightning_attn", "chunk_lightning_attn", {"layer_idx": LAYER, "num_layers": LAYERS}),
     "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),
+    "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
+    "kda": ("fla.ops.kda", "chunk_kda", {}),
 }
 INSTALL = "pip install flash-linear-attention, and PyTorch with CUDA"
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.attention import attention, flash_attention
+from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.linear_attention import (
     lightning_attn,
     linear_attention,
@@ -51,23 +53,34 @@ class Op:
     fixed_log_decay: Callable[[int], np.ndarray] | None = None
 
     def inputs(self, shape: Shape) -> Arrays:
-        """Arrays to call it with. Log decays are float32, as models have them, and mild, as trained ones are."""
+        """Arrays to call it with. Log decays are float32, as models have them, and mild, as trained ones are.
+
+        Keys of the delta rule have length 1.
+        """
         keys = iter(jax.random.split(jax.random.key(0), 3 + len(self.gates or {})))
         sizes = {"B": shape.batch, "T": shape.tokens, "H": shape.heads, "K": shape.dim, "V": shape.dim}
         tokens = (shape.batch, shape.tokens, shape.heads, shape.dim)
-        arrays = {name: jax.random.normal(next(keys), tokens).astype(shape.dtype) for name in ("query", "key", "value")}
+        drawn = {name: jax.random.normal(next(keys), tokens) for name in ("query", "key", "value")}
+        if self.corrects:
+            drawn["key"] /= jnp.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+        arrays = {name: x.astype(shape.dtype) for name, x in drawn.items()}
         for name, dims in (self.gates or {}).items():
             gate = jax.random.normal(next(keys), tuple(sizes[dim] for dim in dims))
-            arrays[name] = jax.nn.log_sigmoid(gate) / 16
+            arrays[name] = jax.nn.sigmoid(gate) if name == "beta" else jax.nn.log_sigmoid(gate) / 16
         return arrays
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens replace what their keys recall: the delta rule."""
+        return "beta" in (self.gates or {})
 
     def flops(self, shape: Shape, gradient: bool) -> int:
         """Multiplications and additions of the definition, causal pairs alone; nothing computed twice is counted.
 
         Softmax has two products a pair of tokens and head, the recurrence two a token and head (into the state, out of
-        it). The gradient has twice as many.
+        it), the delta rule one more out of it. The gradient has twice as many.
         """
-        each = 4 * shape.dim if self.softmax else 4 * shape.dim * shape.dim
+        each = 4 * shape.dim if self.softmax else (6 if self.corrects else 4) * shape.dim * shape.dim
         count = shape.tokens * (shape.tokens + 1) // 2 if self.softmax else shape.tokens
         return shape.batch * shape.heads * count * each * (3 if gradient else 1)
 
@@ -107,5 +120,8 @@ OPS = {
         Op("recurrent", lambda **x: recurrent(**x)[0], gates={"gk": "BTHK", "gv": "BTHV"}),
         Op("flash_attention", lambda **x: flash_attention(**x, causal=True), softmax=True),
         Op("attention", lambda **x: attention(**x, causal=True, dtype=None)[0], softmax=True),
+        Op("delta_rule", lambda **x: delta_rule(**x)[0], gates={"beta": "BTH"}),
+        Op("gated_delta_rule", lambda **x: gated_delta_rule(**x)[0], gates={"g": "BTH", "beta": "BTH"}),
+        Op("kda", lambda **x: kda(**x)[0], gates={"g": "BTHK", "beta": "BTH"}),
     )
 }

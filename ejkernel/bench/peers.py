@@ -45,16 +45,17 @@ def token_scan(op: Op, inputs: Arrays) -> jax.Array:
     fixed = None if op.fixed_log_decay is None else jnp.exp(op.fixed_log_decay(heads))[:, None, None]
 
     def step(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, a, b = x
+        q, k, v, a, b, beta = x
         state = state if fixed is None else fixed * state
         state = state if a is None else a[..., None] * state
         state = state if b is None else jnp.exp(b)[..., None, :] * state
+        v = v if beta is None else beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
         state = state + k[..., None] * v[..., None, :]
         return state, dim**-0.5 * jnp.einsum("bhk,bhkv->bhv", q, state)
 
     wide = [x.astype(jnp.float32) for x in (query, key, value)]
     state = jnp.zeros((query.shape[0], heads, dim, value.shape[-1]))
-    tokens = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (*wide, key_decay, value_decay)]
+    tokens = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (*wide, key_decay, value_decay, inputs.get("beta"))]
     _, output = jax.lax.scan(step, state, tuple(tokens))
     return jnp.moveaxis(output, 0, 1).astype(query.dtype)
 

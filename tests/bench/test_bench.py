@@ -194,6 +194,7 @@ def test_a_failing_op_is_told_by_the_exit_code(capsys, monkeypatch):
 def test_counts_by_hand():
     # 2 rows, 3 heads, 5 tokens, K = V = 4. Recurrence: k vᵀ into the state and q out of it, 2·16 each
     assert OPS["recurrent_gla"].flops(TINY, gradient=False) == 2 * 3 * 5 * (32 + 32)
+    assert OPS["kda"].flops(TINY, gradient=False) == 2 * 3 * 5 * (32 + 32 + 32)
     # softmax: 15 causal pairs, each q·k and weight·v, 2·4 each; the gradient has four products for these two
     assert OPS["flash_attention"].flops(TINY, gradient=False) == 2 * 3 * 15 * (8 + 8)
     assert OPS["flash_attention"].flops(TINY, gradient=True) == 2 * 3 * 15 * 8 * 6
@@ -213,7 +214,9 @@ def test_shares_are_of_the_ceilings():
     assert report.shares(dataclasses.replace(row, dtype="float16")) == (0.5, None)
 
 
-@pytest.mark.parametrize("name", ["recurrent", "retention", "lightning_attn", "flash_attention"])
+@pytest.mark.parametrize(
+    "name", ["recurrent", "retention", "lightning_attn", "gated_delta_rule", "kda", "flash_attention"]
+)
 def test_the_yardstick_agrees_with_the_tests_oracle(name):
     """Outputs by its own formulas, gradients by finite differences."""
     op, head = OPS[name], 1
@@ -221,6 +224,8 @@ def test_the_yardstick_agrees_with_the_tests_oracle(name):
     upstream = np.asarray(cotangent(TINY), np.float64)
     if op.softmax:
         expected = oracle.flash_attention(**arrays, causal=True)[0]
+    elif op.corrects:
+        expected = oracle.delta_rule(**arrays)[0]
     else:
         gamma = None if op.fixed_log_decay is None else op.fixed_log_decay(TINY.heads)
         expected = oracle.recurrent(**arrays, g_gamma=gamma)[0]
