@@ -235,6 +235,24 @@ def decoding(name: str) -> dict[str, int]:
     return {"states": states, "in place": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
 
 
+def attention(name: str) -> dict[str, int]:
+    """Softmax attention with its gradients: how many kernels, and bytes beside arguments and results."""
+    import jax
+    import jax.numpy as jnp
+
+    import ejkernel
+
+    def loss(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        options = {"causal": True, "sliding_window": 1024, "logits_soft_cap": 30.0, "softmax_aux": sinks}
+        return ejkernel.flash_attention(query, key, value, **options).astype(jnp.float32).sum()
+
+    query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    sinks = jax.ShapeDtypeStruct((8, 1), jnp.float32)
+    compiled = compile_for(CHIPS[name], jax.jit(jax.grad(loss, (0, 1, 2, 3))), query, key, key, sinks)
+    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
+    return {"kernels": kernels, "temporaries": compiled.memory_analysis().temp_size_in_bytes}
+
+
 def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
     """The kernels of a case, compiled for a chip."""
     import jax
@@ -331,13 +349,17 @@ def main() -> int:
             except Exception as error:
                 refused += 1
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
-        found, steps = {}, {}
+        found: dict[str, Any] = {}
         if not arguments.cases and not folder:
-            found, steps = sharded(), {chip: decoding(chip) for chip in arguments.chips.split(",")}
-        for name, each in {**found, **steps}.items():
-            print(f"{name}: {each}")
+            chips = arguments.chips.split(",")
+            found["sharded"] = sharded()
+            found["step"] = {chip: decoding(chip) for chip in chips}
+            found["flash_attention"] = {chip: attention(chip) for chip in chips}
+        for kind, programs in found.items():
+            for name, each in programs.items():
+                print(f"{kind}, {name}: {each}")
         if arguments.json:
-            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], "sharded": found, "step": steps}
+            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], **found}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     return min(refused, 1)
 

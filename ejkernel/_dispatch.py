@@ -156,7 +156,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.float32)
         >>> print(explain(flash_attention, x, x, x))
         everywhere: xla
-        not cudnn: ...
+        not splash: ...
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}; expected one of this library's ops")

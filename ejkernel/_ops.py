@@ -12,7 +12,7 @@ from ejkernel.kernels.delta_rule import IMPLEMENTATIONS as DELTA_RULE
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS as LINEAR_RECURRENCE
 
 # How people call the implementations and the devices they are for; `None` is every device.
-NAMES = {"xla": "XLA", "triton": "Triton", "cudnn": "cuDNN", "pallas": "Pallas"}
+NAMES = {"xla": "XLA", "triton": "Triton", "cudnn": "cuDNN", "pallas": "Pallas", "splash": "splash"}
 DEVICES = {None: "anything", "cuda": "NVIDIA GPUs", "tpu": "TPUs"}
 
 

@@ -1,11 +1,15 @@
-"""Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`), fastest first."""
+"""Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`).
+
+Fastest first, on each device.
+"""
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels.attention import cudnn, triton, xla
+from ejkernel.kernels.attention import cudnn, splash, triton, xla
 from ejkernel.kernels.attention.xla import reference
 
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
+    Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run),
     Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run),
     Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),

@@ -4,7 +4,6 @@ The limits in `supports` are those of JAX 0.10 to 0.12, read from their sources,
 test on a GPU compares its output and gradients with the oracle's.
 """
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention import xla
+from ejkernel.kernels.attention.borrowed import Borrowed, attend
 from ejkernel.kernels.attention.call import Call
-from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable, heads_last
+from ejkernel.kernels.attention.inputs import Inputs, heads_last
 from ejkernel.kernels.attention.masks import allowed_pairs, live
 
 BACKEND: Any = "cudnn"  # what `jax.nn.dot_product_attention` calls it
@@ -105,7 +104,7 @@ def _hopper() -> bool:
 def run(call: Call, *arrays: Array | None) -> Array:
     """The output `[B, S, H, D]`."""
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
-    return _attend(call, inputs).astype(call.dtype)
+    return attend(_CUDNN, call, inputs).astype(call.dtype)
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
@@ -152,90 +151,4 @@ def _near_zero(bias: Array, allowed: Array) -> Array:
     return bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) >= 256), top, 0)
 
 
-# cuDNN's primitives have no second derivative, and batch only arrays that all have the batch. So what touches them is
-# opaque to both: `vmap` loops, and second derivatives are those of the XLA implementation.
-
-
-def _primal(call: Call, inputs: Inputs) -> Array:
-    return jax.custom_batching.sequential_vmap(functools.partial(_direct, call))(inputs)
-
-
-def _forward(call: Call, inputs: Inputs) -> Any:
-    output, kept = _keep(call, inputs)
-    return output, (inputs, kept)
-
-
-def _backward(call: Call, residuals: Any, d_output: Array) -> tuple[Inputs]:
-    return (_pull(call, *residuals, d_output),)
-
-
-_attend = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
-
-
-def _with_pull(call: Call, inputs: Inputs) -> Any:
-    """The output, and the function that takes its cotangent to those of the inputs."""
-    return jax.vjp(lambda moving: _direct(call, inputs._replace(**moving)), differentiable(inputs))
-
-
-def _keep_primal(call: Call, inputs: Inputs) -> tuple[Array, list[Array]]:
-    """The output, and the arrays that the backward pass will need."""
-
-    def run(inputs: Inputs) -> tuple[Array, list[Array]]:
-        output, pull = _with_pull(call, inputs)
-        return output, jax.tree.leaves(pull)
-
-    return jax.custom_batching.sequential_vmap(run)(inputs)
-
-
-def _keep_forward(call: Call, inputs: Inputs) -> Any:
-    return _keep(call, inputs), inputs
-
-
-def _keep_backward(call: Call, inputs: Inputs, d_results: Any) -> tuple[Inputs]:
-    # what was kept has no cotangent: `_pull` counts its part in with the inputs'
-    return (_by_xla(call, inputs, d_results[0]),)
-
-
-_keep = jax.custom_vjp(_keep_primal, nondiff_argnums=(0,))
-_keep.defvjp(_keep_forward, _keep_backward)
-
-
-def _pull_primal(call: Call, inputs: Inputs, kept: list[Array], d_output: Array) -> Inputs:
-    """The cotangents of the inputs."""
-
-    def run(inputs: Inputs, kept: list[Array], d_output: Array) -> dict[str, Array]:
-        # the function itself cannot be kept, as `vmap` would trace it anew; traced here it costs nothing
-        tree = jax.tree.structure(jax.eval_shape(functools.partial(_with_pull, call), inputs)[1])
-        return jax.tree.unflatten(tree, kept)(d_output)[0]
-
-    return cotangents(inputs, jax.custom_batching.sequential_vmap(run)(inputs, kept, d_output))
-
-
-def _pull_forward(call: Call, inputs: Inputs, kept: list[Array], d_output: Array) -> Any:
-    return _pull(call, inputs, kept, d_output), (inputs, d_output)
-
-
-def _pull_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
-    inputs, d_output = residuals
-    moving = differentiable(inputs)
-
-    def gradients(moving: dict[str, Array], d_output: Array) -> dict[str, Array]:
-        return differentiable(_by_xla(call, inputs._replace(**moving), d_output))
-
-    _, pull = jax.vjp(gradients, moving, d_output)
-    d_moving, dd_output = pull({name: getattr(dd_inputs, name) for name in moving})
-    return cotangents(inputs, d_moving), None, dd_output
-
-
-_pull = jax.custom_vjp(_pull_primal, nondiff_argnums=(0,))
-_pull.defvjp(_pull_forward, _pull_backward)
-
-
-def _by_xla(call: Call, inputs: Inputs, d_output: Array) -> Inputs:
-    """The cotangents of the inputs, by the XLA implementation."""
-
-    def output(moving: dict[str, Array]) -> Array:
-        return xla.run(call, *inputs._replace(**moving)).astype(d_output.dtype)
-
-    return cotangents(inputs, jax.vjp(output, differentiable(inputs))[1](d_output)[0])
+_CUDNN = Borrowed(_direct)

@@ -219,6 +219,7 @@ def test_explain_without_the_plugin(monkeypatch):
     monkeypatch.setattr(cudnn, "_installed", lambda: "JAX's CUDA plugin is not installed")
     monkeypatch.setattr(_launch, "unavailable", lambda: "no NVIDIA GPU here")
     refusals = "not cudnn: JAX's CUDA plugin is not installed\nnot triton: no NVIDIA GPU here"
+    refusals = f"not splash: 64 queries and 64 keys; it takes multiples of 128\n{refusals}"
     assert str(explain(flash_attention, **CALL)) == f"everywhere: xla\n{refusals}"
     assert str(explain(attention, **CALL)) == "everywhere: xla"
     with pytest.raises(ValueError, match="calls no op of this library"):

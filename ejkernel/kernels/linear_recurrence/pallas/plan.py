@@ -51,8 +51,8 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> Siz
     mine = [x.shape[2] for x in (query, key, value)]
     heads = _heads_at_once(call, mine)
     chunk = CHUNK
-    # as many tokens as VMEM holds twice
-    block = BLOCK * 2 // call.dtype.itemsize
+    # the smallest VMEM, of 16 MiB, has to hold it twice
+    block = BLOCK * 2 // call.dtype.itemsize * LANES // max(call.key_dim, call.value_dim, LANES)
     if call.packed:
         # each sequence has a block that is partly another's, and is gone through for either
         block = min(block, call.tokens // (4 * call.sequences))

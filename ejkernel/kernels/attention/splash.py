@@ -1,0 +1,147 @@
+"""Softmax attention on TPUs by the splash attention kernel that JAX ships, for the calls that it gets right."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.kernels import _pallas, _varying
+from ejkernel.kernels.attention import xla
+from ejkernel.kernels.attention.borrowed import Borrowed, attend
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs
+
+LANES = 128
+LARGEST_BLOCK = 512
+
+
+def supports(call: Call) -> str | None:
+    """Why splash attention cannot serve `call`, or `None` if it can."""
+    return _options(call) or _bounds(call) or _arrays(call)
+
+
+def _options(call: Call) -> str | None:
+    lacks = {
+        "attention_mask": call.mask_shape is not None,
+        "bias": call.bias_shape is not None,
+        "softmax_aux with more than one sink": call.sinks not in (None, 1),
+        "dropout": call.dropout > 0,
+        # it weighs what is masked by 0, and 0 times NaN is NaN
+        "cu_seqlens that keep a NaN in its own sequence": call.sequences is not None,
+        "query_offset": call.offset,
+        "gradient of return_lse": call.return_lse,
+        "softmax_dtype other than float32": call.softmax_dtype != np.float32,
+    }
+    return next((f"it has no {option}" for option, asked in lacks.items() if asked), None)
+
+
+def _bounds(call: Call) -> str | None:
+    windowed = call.left is not None or call.right not in (None, 0)
+    if windowed and call.queries != call.keys:
+        return f"a window with {call.queries} queries and {call.keys} keys, where a query may see none"
+    return None
+
+
+def _arrays(call: Call) -> str | None:
+    dtypes = {call.query_dtype, call.key_dtype, call.value_dtype, call.dtype}
+    if dtypes != {np.dtype(jnp.bfloat16)}:
+        return f"{'/'.join(sorted(map(str, dtypes)))} arrays; it is exact enough for bfloat16 alone"
+    sizes = (call.batch, call.queries, call.keys, call.heads)
+    if any(jax.export.is_symbolic_dim(size) for size in sizes):
+        return "sizes that are known only when the program runs"
+    if 0 in sizes:
+        return "an empty array"
+    if call.queries % LANES or call.keys % LANES:
+        return f"{call.queries} queries and {call.keys} keys; it takes multiples of {LANES}"
+    if any(dim % 64 or not 0 < dim <= 256 for dim in (call.key_dim, call.value_dim)):
+        return f"head dims {call.key_dim} and {call.value_dim}; it takes multiples of 64 up to 256"
+    return None
+
+
+def run(call: Call, *arrays: Array | None) -> Array:
+    """The output `[B, S, H, D]`."""
+    if _pallas.split_by_xla():
+        return xla.run(call, *arrays)
+    inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
+    return attend(_SPLASH, call, inputs)
+
+
+def _direct(call: Call, inputs: Inputs) -> Array:
+    # not at the top: `import ejkernel` must not import Pallas
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    block = {"q": _block(call.queries), "kv": _block(call.keys)}
+    sizes = kernels.BlockSizes(
+        block_q=block["q"],
+        block_kv=block["kv"],
+        block_kv_compute=block["kv"],
+        block_q_dkv=block["q"],
+        block_kv_dkv=block["kv"],
+        block_kv_dkv_compute=block["kv"],
+        block_q_dq=block["q"],
+        block_kv_dq=block["kv"],
+    )
+    kernel = kernels.make_splash_mha(
+        mask=_mask(call),
+        block_sizes=sizes,
+        attn_logits_soft_cap=call.soft_cap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=_pallas.INTERPRET is not None,
+    )
+    query, key, value = (x.swapaxes(1, 2) for x in inputs[:3])
+    # it has no scale of its own
+    query = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
+    sinks = inputs.sinks
+    if sinks is None:
+        output = jax.vmap(kernel)(query, key, value)
+    else:
+        each = jnp.broadcast_to(_by_head(call, sinks), (call.heads,))
+        output = jax.vmap(lambda *x: kernel(*x, None, each))(query, key, value)
+    return output.swapaxes(1, 2)
+
+
+def _by_head(call: Call, sinks: Array) -> Array:
+    """`[1 or Hkv or H, 1]` as one number for each head."""
+    return jnp.repeat(sinks[:, 0], call.heads // sinks.shape[0])
+
+
+def _block(tokens: int) -> int:
+    """The largest power of two that divides the tokens, within limits."""
+    return min(LARGEST_BLOCK, tokens & -tokens)
+
+
+def _mask(call: Call) -> Any:
+    """Which pairs attend, the same for all heads."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (call.queries, call.keys)
+    mask: Any
+    if call.left is None and call.right is None:
+        mask = masks.FullMask(shape)
+    elif call.left is None and call.right == 0:
+        mask = masks.CausalMask(shape)
+    else:
+        mask = masks.LocalMask(shape, (call.left, call.right), 0)
+    return masks.MultiHeadMask([mask] * call.heads)
+
+
+def _enter(run: Callable[..., Any], instead: Callable[..., Any], *trees: Any) -> Any:
+    """As one operation, which XLA need not be able to split."""
+    arrays, tree = jax.tree.flatten(trees)
+    shapes, made = jax.tree.flatten(jax.eval_shape(instead, *trees))
+
+    def flat(function: Callable[..., Any], *arrays: Array) -> list[Array]:
+        # some of its gradients come in the query's dtype
+        found = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
+        return [x.astype(each.dtype) for x, each in zip(found, shapes, strict=True)]
+
+    found = _pallas.launch(functools.partial(flat, run), functools.partial(flat, instead), shapes, *arrays)
+    return jax.tree.unflatten(made, found)
+
+
+_SPLASH = Borrowed(_direct, _enter)
