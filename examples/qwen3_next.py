@@ -1,8 +1,8 @@
 """Builds Qwen3-Next from its `config.json` and safetensors shards, and generates from token ids.
 
-Three of four layers are Gated DeltaNet, whose state does not grow; the others are softmax attention with a cache. Shards
-are memory-mapped, so that a layer's arrays are read when they are put on the device. All of them are looked at before:
-a file that is cut off or holds something else is an error, and nothing is built.
+Three of four layers are Gated DeltaNet, whose state does not grow; the others are softmax attention with a cache.
+Shards are memory-mapped, so that a layer's arrays are read when they are put on the device. All of them are looked at
+before: a file that is cut off or holds something else is an error, and nothing is built.
 
     python examples/qwen3_next.py FOLDER --tokens 1 2 3 --generate 20
 """
