@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.gpu_linear_recurrence import clock, copy_bandwidth
-from ejkernel._dispatch import PlatformError
+from ejkernel._dispatch import PlatformError, explain
 from ejkernel.attention import flash_attention
 
 DIRECTIONS = ("forward", "forward+backward")
@@ -42,9 +42,12 @@ class Work:
     lengths: tuple[int, ...] = ()
     sinks: int = 0
     bias: bool = False
+    bias_gradient: bool = True
     mask: bool = False
+    offset: bool = False  # the queries are the last of the keys' positions
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
     bars: tuple[float | None, float | None] = (None, None)
+    forced: bool = True  # the bars are for Triton, whichever serves the call
 
     @property
     def decodes(self) -> bool:
@@ -71,6 +74,8 @@ def ragged(count: int, total: int) -> tuple[int, ...]:
 CAUSAL = Work("causal", bars=(0.70, 2.6))
 STREAM = Work("packed", B=1, S=16384, lengths=(512,) * 32, bars=(0.17, 0.60))
 DECODE = Work("one query, 32768 keys, 8 rows", B=8, S=1, L=32768, H=32, Hkv=8, bars=(0.33, None))
+BIAS = replace(CAUSAL, name="bias", B=2, bias=True, bars=(None, None))
+WINDOW = {"causal": True, "sliding_window": 1024}
 WORKS = [
     CAUSAL,
     replace(CAUSAL, name="soft cap", options={"causal": True, "logits_soft_cap": 50.0}, bars=(0.90, 3.2)),
@@ -78,7 +83,7 @@ WORKS = [
     STREAM,
     replace(STREAM, name="packed, ragged", lengths=ragged(32, 16384), bars=(0.21, 0.78)),
     Work("D192 Dv128", B=2, D=192, Dv=128, bars=(0.55, 2.8)),
-    replace(CAUSAL, name="window", options={"causal": True, "sliding_window": 1024}, bars=(0.36, 1.3)),
+    replace(CAUSAL, name="window", options=WINDOW, bars=(0.36, 1.3), forced=False),
     DECODE,
     replace(DECODE, name="one query, 4096 keys", B=4, L=4096, H=16, Hkv=16, bars=(0.045, None)),
     replace(DECODE, name="one query, 32768 keys", B=1, bars=(0.06, None)),
@@ -87,7 +92,11 @@ WORKS = [
     replace(CAUSAL, name="D64", D=64, bars=(None, None)),
     replace(CAUSAL, name="D256", B=2, D=256, bars=(None, None)),
     replace(CAUSAL, name="mask", mask=True, options={}, bars=(None, None)),
-    replace(CAUSAL, name="bias", B=2, bias=True, bars=(None, None)),
+    BIAS,
+    replace(BIAS, name="bias without its gradient", bias_gradient=False),
+    replace(CAUSAL, name="odd length", S=4095, bars=(None, None)),
+    replace(CAUSAL, name="offset", S=2048, L=4096, offset=True, bars=(None, None)),
+    replace(CAUSAL, name="log-sum-exp", options={"causal": True, "return_lse": True}, bars=(None, None)),
     replace(
         CAUSAL,
         name="dropout",
@@ -109,8 +118,8 @@ def inputs(work: Work, seed: int) -> dict[str, Any]:
     tokens = work.L or work.S
     if work.lengths:
         found["cu_seqlens"] = jnp.asarray(np.cumsum([0, *work.lengths]), jnp.int32)
-    if work.decodes:
-        found["query_offset"] = jnp.full((work.B,), tokens - 1, jnp.int32)
+    if work.decodes or work.offset:
+        found["query_offset"] = jnp.full((work.B,), tokens - work.S, jnp.int32)
     if work.sinks:
         found["softmax_aux"] = jax.random.normal(keys[4], (work.H, work.sinks)).astype(work.dtype)
     if work.bias:
@@ -130,10 +139,11 @@ def program(work: Work, direction: str, platform: str) -> Callable[..., Any]:
         return flash_attention(**arrays, **work.options, dtype=None, platform=platform)
 
     def both(arrays: dict[str, Any]) -> Any:
-        names = [name for name in ("query", "key", "value", "softmax_aux", "bias") if name in arrays]
-        moving = {name: arrays[name] for name in names}
-        output, pull = jax.vjp(lambda moving: forward({**arrays, **moving}), moving)
-        return output, pull(arrays["d_output"])[0]
+        names = ["query", "key", "value", "softmax_aux", *(["bias"] if work.bias_gradient else [])]
+        moving = {name: arrays[name] for name in names if name in arrays}
+        results, pull = jax.vjp(lambda moving: forward({**arrays, **moving}), moving)
+        output, lse = results if isinstance(results, tuple) else (results, None)
+        return output, pull(arrays["d_output"] if lse is None else (arrays["d_output"], lse))[0]
 
     return forward if direction == "forward" else both
 
@@ -175,18 +185,26 @@ def errors(work: Work) -> list[dict[str, Any]]:
     ]
 
 
+def chosen(work: Work) -> str:
+    """Which implementation serves the call on an NVIDIA GPU."""
+    shapes = jax.eval_shape(lambda: inputs(work, 0))
+    del shapes["d_output"]
+    return explain(flash_attention, **shapes, **work.options, dtype=None).chosen["cuda"]
+
+
 def times(work: Work) -> list[dict[str, Any]]:
-    """A row for each direction: times by platform, and whether Triton's is what was asked for."""
+    """A row for each direction: times by platform, and whether that of the one that serves it is what was asked for."""
     sets = [inputs(work, seed) for seed in range(8 if work.decodes else 2)]
     rows = []
     for direction, bar in zip(DIRECTIONS[: 1 if work.decodes else 2], work.bars, strict=False):
-        row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar}
-        for platform in ("triton", "cudnn"):
+        row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar, "chosen": chosen(work)}
+        for platform in ("triton", "cudnn", "xla"):
             try:
                 row[f"{platform}_ms"] = round(_clocked(program(work, direction, platform), sets, work.decodes), 4)
             except PlatformError:
                 continue
-        row["met"] = None if bar is None else row["triton_ms"] <= bar
+        held = "triton" if work.forced else row["chosen"]
+        row["met"] = None if bar is None else row[f"{held}_ms"] <= bar
         rows.append(row)
     return rows
 
@@ -201,43 +219,52 @@ def _clocked(function: Callable[..., Any], sets: list[dict[str, Any]], at_once: 
 
 def flex(work: Work) -> list[dict[str, Any]]:
     """PyTorch's compiled `flex_attention` on the same shapes, where it can serve them."""
-    if work.decodes or work.sinks or work.bias or work.mask or work.dtype != "bfloat16":
-        return []
-    if not work.options.get("deterministic", True):
+    dropped = not work.options.get("deterministic", True)
+    if work.decodes or work.sinks or dropped or work.dtype != "bfloat16" or (work.bias and work.bias_gradient):
         return []
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(flex_attention, dynamic=False)
-    cap = work.options.get("logits_soft_cap")
-    window = work.options.get("sliding_window")
-    owner = None
+    cap, window = (work.options.get(name) for name in ("logits_soft_cap", "sliding_window"))
+    with_lse = work.options.get("return_lse", False)
+    keys, device = work.L or work.S, {"device": "cuda"}
+    owner = kept = added = None
     if work.lengths:
         owner = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).cuda()
+    if work.mask:
+        kept = torch.rand(work.B, work.S, keys, **device) < 0.8
+    if work.bias:
+        added = torch.randn(work.H, work.S, keys, dtype=torch.bfloat16, **device)
 
     def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        seen = i >= j
+        if kept is not None:
+            return kept[b, i, j]
+        seen = i + (keys - work.S) >= j
         if window is not None:
             seen = seen & (i - j <= window)
         return seen if owner is None else seen & (owner[i] == owner[j])
 
-    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return cap * torch.tanh(score / cap)
+    def scored(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return cap * torch.tanh(score / cap) if added is None else score + added[h, i, j]
 
     mask = None
-    if work.options.get("causal"):
-        mask = create_block_mask(allowed, None, None, work.S, work.S, device="cuda")
+    if work.options.get("causal") or work.mask:
+        mask = create_block_mask(allowed, work.B if work.mask else None, None, work.S, keys, device="cuda")
     shapes = [(shape[0], shape[2], shape[1], shape[3]) for shape in work.shapes]
-    made = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    made = [torch.randn(*shape, dtype=torch.bfloat16, **device) for shape in shapes]
     *moving, d_output = [each.requires_grad_() for each in made[:3]] + [made[3]]
+    changed = scored if cap or work.bias else None
 
     def forward() -> Any:
         grouped = work.Hkv not in (0, work.H)
-        return compiled(*moving, score_mod=capped if cap else None, block_mask=mask, enable_gqa=grouped)
+        return compiled(*moving, score_mod=changed, block_mask=mask, enable_gqa=grouped, return_lse=with_lse)
 
     def both() -> Any:
-        return torch.autograd.grad(forward(), moving, d_output)
+        output = forward()
+        given = (d_output, torch.ones_like(output[1])) if with_lse else d_output
+        return torch.autograd.grad(output, moving, given)
 
     from triton.testing import do_bench
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+NAME = r"%[\w#-]+"
 INTEGER = re.compile(r"(?:tensor<[\dx]*)?i(32|64)>?$")
 SAME = (
     "tt.splat",
@@ -73,7 +74,7 @@ def overflows(text, sizes, programs, loaded, blocks=0):
     known |= {name: Range(size, size) for name, size in zip(arguments, sizes, strict=True)}
     for line in text.splitlines():
         line = line.strip()
-        if loop := re.search(r"scf\.for (%\w+) = (%\w+) to (%\w+) step", line):
+        if loop := re.search(rf"scf\.for ({NAME}) = ({NAME}) to ({NAME}) step", line):
             name, start, end = loop.groups()
             known[name] = Range(known[start].low, max(known[end].high - 1, known[start].low))
             around = re.search(r"iter_args\((.*?)\) ->", line)
@@ -97,10 +98,10 @@ def overflows(text, sizes, programs, loaded, blocks=0):
             known[reduced[1]] = carried
         if line.startswith("^bb0("):
             known |= {each: carried for each in re.findall(r"(%\w+): i32", line)}
-        if offset := re.match(r"%\w+ = tt\.addptr %[\w#]+, (%[\w#]+)", line):
+        if offset := re.match(rf"{NAME} = tt\.addptr {NAME}, ({NAME})", line):
             furthest = max(furthest, known[offset[1]].high)
             continue
-        made = re.match(r"(%\w+) = (\S+) (.*?) : (.*)$", line)
+        made = re.match(rf"({NAME}) = (\S+) (.*?) : (.*)$", line)
         if not made:
             continue
         name, op, operands, types = made.groups()
@@ -116,7 +117,7 @@ def overflows(text, sizes, programs, loaded, blocks=0):
             continue
         if not result or op == "arith.cmpi":
             continue
-        names = re.findall(r"%[\w#]+", operands)
+        names = re.findall(NAME, operands)
         if op == "tt.get_program_id":
             known[name] = Range(0, programs - 1)
         elif op == "tt.make_range":
@@ -128,6 +129,7 @@ def overflows(text, sizes, programs, loaded, blocks=0):
         elif op == "arith.select":
             a, b = known[names[-2]], known[names[-1]]
             known[name] = Range(min(a.low, b.low), max(a.high, b.high))
+            read |= {name} if read & set(names[-2:]) else set()
         elif op == "arith.subi" and names[1] in read:
             known[name] = Range(0, loaded if names[0] in read else blocks)
         elif op in RULES:
@@ -182,7 +184,7 @@ def intermediate(kernel, values, constants):
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    pointers = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
+    pointers = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32", "bool": "*i1"}
     rest = iter(values)
     signature = {}
     for name in kernel.arg_names:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from attention_cases import CASES, OFFSET, PACKED, Case, check
 from conftest import assert_close
@@ -196,6 +197,27 @@ def test_mixed_dtypes():
     assert {name: each.dtype for name, each in gradients.items()} == {name: x.dtype for name, x in rounded.items()}
 
 
+def test_learned_scale():
+    """An array for the scale makes the query float32; nothing is rounded to the keys' dtype on the way."""
+    arrays = CASES[0].arrays(jnp.bfloat16)
+    scale, cotangent = 0.375, np.ones(arrays["query"].shape, np.float32)
+    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
+
+    def scaled(softmax_scale, **arrays):
+        return flash(CASES[0], dtype=np.float32)(**arrays, softmax_scale=softmax_scale)
+
+    output, gradients = with_gradients(scaled, {**arrays, "softmax_scale": np.float32(scale)}, cotangent)
+    right = oracle.flash_attention(**exact, **{**CASES[0].options, "softmax_scale": scale})
+    assert_close(output, right[0], 1e-6)
+    step = 1e-4
+    above, below = (
+        oracle.flash_attention(**exact, **{**CASES[0].options, "softmax_scale": scale + each})[0].sum()
+        for each in (step, -step)
+    )
+    assert_close(gradients["softmax_scale"], (above - below) / (2 * step), 1e-5)
+    assert {gradients[name].dtype for name in arrays} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_settings(dtype):
     """No dtype and no rank is promoted behind the caller's back."""
@@ -354,24 +376,43 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
         assert keys[0] == keys[1] == keys[2]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_ring(packed, monkeypatch):
-    """A ring of devices, which merges what blocks of keys give, gives the same by these kernels."""
-    monkeypatch.setattr(
-        ring_attention, "_core", lambda name, call, *arrays: getattr(ring_attention.triton_blocks, name)(call, *arrays)
-    )
-    mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize("packed, layout", [(False, "balanced"), (True, "contiguous")])
+def test_ring(packed, layout, monkeypatch):
+    """A ring of devices, which merges what blocks of keys give, gives the same by these kernels.
+
+    Two devices are one here, that takes their turns: an axis of `vmap` has the collectives that one of a mesh has.
+    """
+
+    def core(name, call, *arrays):
+        one_by_one = jax.custom_batching.sequential_vmap
+        return one_by_one(lambda *arrays: getattr(ring_attention.triton_blocks, name)(call, *arrays))(*arrays)
+
+    monkeypatch.setattr(ring_attention, "_core", core)
     case = Case("", batch=1, queries=40, keys=40, **GROUPED, sink_shape=(4, 1), options={"causal": True})
     if packed:
         case = replace(case, options={**case.options, "cu_seqlens": [0, 10, 10, 33]})
     arrays = case.arrays(np.float32)
-
-    def ring(**arrays):
-        return parallel.flash_attention(**arrays, **options_of(case), axis_name="time", mesh=mesh, layout="balanced")
-
     cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
-    output, gradients = with_gradients(ring, arrays, cotangent)
+
+    def device(mine, cotangent):
+        def ring(**arrays):
+            return parallel.flash_attention(**arrays, **options_of(case), axis_name="time", layout=layout)
+
+        return with_gradients(ring, mine, cotangent)
+
+    def sliced(x):
+        x = parallel.to_balanced(x, 2) if layout == "balanced" else x
+        return x.reshape(1, 2, 20, *x.shape[2:])
+
+    def joined(x):
+        x = x.reshape(1, 40, *x.shape[3:])
+        return parallel.from_balanced(x, 2) if layout == "balanced" else x
+
+    axes = {name: None if name == "softmax_aux" else 1 for name in arrays}
+    mine = {name: each if axes[name] is None else sliced(each) for name, each in arrays.items()}
+    output, gradients = jax.vmap(device, (axes, 1), 1, axis_name="time")(mine, sliced(cotangent))
     right = exact(case, arrays, cotangent, np.zeros(cotangent.shape[:3]))
-    assert_close(output, right[0], 3e-6)
+    assert_close(joined(output), right[0], 3e-6)
     for name, each in right[2].items():
-        assert_close(gradients[name], each, 2e-5, name)
+        found = gradients[name].sum(1) if axes[name] is None else joined(gradients[name])
+        assert_close(found, each, 2e-5, name)

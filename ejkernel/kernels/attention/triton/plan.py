@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.kernels.attention.call import Call, common_dtype
-from ejkernel.kernels.linear_recurrence.triton.configs import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.xla_utils.utils import cdiv
 
 

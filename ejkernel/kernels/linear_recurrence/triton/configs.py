@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -41,11 +43,6 @@ class Config:
     fill: int
     dots: Tile | None = None
 
-
-# Shared memory a program may use decides most of these: 227 KiB on Hopper and data-centre Blackwell, 163 KiB on
-# A100, 99 KiB on Ada, consumer Ampere and consumer Blackwell.
-SMALL, MEDIUM, LARGE = "small", "medium", "large"
-MEMORY = {80: MEDIUM, 87: MEDIUM, 90: LARGE, 100: LARGE, 103: LARGE}
 
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
