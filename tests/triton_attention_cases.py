@@ -26,6 +26,16 @@ LONG = [
     Case("bias by row", queries=20, keys=33, bias_heads=1, options={"sliding_window": 9}, sink_shape=(3,)),
     Case("packed", **PACKED, **GROUPED, options={"cu_seqlens": [0, 3, 3, 40, 64], "causal": True}, sink_shape=(4, 2)),
     Case("packed, windowed", **PACKED, options={"cu_seqlens": [0, 33, 70], "sliding_window": (5, 7)}),
+    # more than are looked at together
+    Case(
+        "packed, many",
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        queries=90,
+        keys=90,
+        options={"cu_seqlens": [*range(70), 90], "causal": True},
+    ),
     Case(
         "packed, two streams",
         batch=1,

@@ -12,6 +12,21 @@ import jax
 import jax.numpy as jnp
 
 NAME = r"%[\w#-]+"
+# Calls of softmax attention: shapes of its arrays, of those without a gradient, and options.
+LONG = {"query": (1, 1 << 22, 64, 128), "key": (1, 1 << 22, 16, 128), "value": (1, 1 << 22, 16, 128)}
+ROWS = {"query": (1 << 17, 300, 32, 128), "key": (1 << 17, 300, 8, 128), "value": (1 << 17, 300, 8, 64)}
+PAIRS = {**dict.fromkeys(("query", "key", "value"), (4, 1 << 17, 16, 64)), "bias": (4, 16, 1 << 17, 1 << 17)}
+CACHE = {"query": (1 << 12, 1, 32, 128), **dict.fromkeys(("key", "value"), (1 << 12, 1 << 20, 8, 128))}
+ATTENTION = {
+    "a long row": (LONG, {}, {"causal": True}),
+    "a window": (LONG, {}, {"sliding_window": (1000, 1000), "logits_soft_cap": 5.0}),
+    "packed sequences": (LONG, {"cu_seqlens": (70_001,)}, {"causal": True}),
+    "many rows": (ROWS, {"query_offset": (1 << 17,)}, {"causal": True}),
+    "pairs": (PAIRS, {"attention_mask": (1, 1, 1 << 17, 1 << 17)}, {}),
+    "a cache": (CACHE, {"query_offset": (1 << 12,)}, {"causal": True}),
+}
+REACHED = []  # kernel, furthest offset, programs
+
 INTEGER = re.compile(r"(?:tensor<[\dx]*)?i(32|64)>?$")
 SAME = (
     "tt.splat",
@@ -142,18 +157,25 @@ def overflows(text, sizes, programs, loaded, blocks=0):
     return found, furthest
 
 
-def launches(case):
-    """What a call and its gradients launch: kernel, arguments, outputs, number of programs, constants."""
+def recorded(program):
+    """What `program` launches when it is traced: kernel, arguments, outputs, number of programs, constants."""
     from ejkernel.kernels import _launch
-    from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 
-    found = []
+    found = {}
 
     def record(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
-        found.append((kernel, arguments, outputs, programs, constants))
+        found[kernel, programs, str(constants)] = kernel, arguments, outputs, programs, constants
         return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
 
     _launch.launch, _launch.unavailable = record, lambda: None
+    program()
+    return list(found.values())
+
+
+def launches(case):
+    """What a call of the linear recurrence and its gradients launch."""
+    from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+
     call = case.call
     B, T, H, N = call.batch, call.tokens, call.heads, call.sequences
 
@@ -173,8 +195,26 @@ def launches(case):
         results, pull = jax.vjp(forward, *inputs)
         return results, pull((d_output, d_last))
 
-    jax.eval_shape(run, (*tokens, value, gates[case.decay], state), borders, d_output, state)
-    return found
+    inputs = (*tokens, value, gates[case.decay], state)
+    return recorded(lambda: jax.eval_shape(run, inputs, borders, d_output, state))
+
+
+def attention_launches(shapes, fixed, options):
+    """What a call of `flash_attention` and its gradients launch; `shapes` are those of its arrays by name."""
+    from ejkernel.attention import flash_attention
+
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    kinds = {"attention_mask": bool}
+    arrays_of_facts = {name: jax.ShapeDtypeStruct(each, kinds.get(name, jnp.int32)) for name, each in fixed.items()}
+
+    def run(arrays, facts):
+        def forward(arrays):
+            return flash_attention(**arrays, **facts, **options, dtype=None, platform="triton")
+
+        output, pull = jax.vjp(forward, arrays)
+        return pull(output)
+
+    return recorded(lambda: jax.eval_shape(run, arrays, arrays_of_facts))
 
 
 def intermediate(kernel, values, constants):
@@ -184,7 +224,14 @@ def intermediate(kernel, values, constants):
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    pointers = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32", "bool": "*i1"}
+    pointers = {
+        "bfloat16": "*bf16",
+        "float16": "*fp16",
+        "float32": "*fp32",
+        "int32": "*i32",
+        "uint32": "*u32",
+        "bool": "*i1",
+    }
     rest = iter(values)
     signature = {}
     for name in kernel.arg_names:
@@ -224,18 +271,31 @@ def main():
         replace(long, name="many rows", B=1 << 17, T=300, H=32, dtype="float32"),
         replace(long, name="one token", B=1 << 20, T=1),
     ]
-    largest = programs = 0
     for case in cases:
-        for kernel, arguments, outputs, count, constants in launches(case):
-            # a grid's first dimension; the others end at 65,535
-            assert count < 2**31, f"{case}: {kernel.__name__} in {count} programs"
-            text = intermediate(kernel, [*arguments, *outputs], constants)
-            sizes = [each for each in arguments if isinstance(each, int)]
-            found, furthest = overflows(text, sizes, count, *bounds(case, arguments, sizes))
-            assert not found, f"{case}: {kernel.__name__} may overflow in\n" + "\n".join(found)
-            largest, programs = max(largest, furthest), max(programs, count)
-    assert largest > 2**31 and programs > 65_535, (largest, programs)
+        for launch in launches(case):
+            arguments = launch[1]
+            check(case, launch, *bounds(case, arguments, [each for each in arguments if isinstance(each, int)]))
+    for name, (shapes, fixed, options) in ATTENTION.items():
+        tokens, sequences = shapes["key"][1], fixed.get("cu_seqlens", (1,))[0]
+        for launch in attention_launches(shapes, fixed, options):
+            check(name, launch, tokens + sequences, tokens // 16 + sequences)
+
+
+def check(case, launch, loaded, blocks):
+    """No arithmetic of a launch overflows, and offsets and programs are as many as they were made to be."""
+    kernel, arguments, outputs, programs, constants = launch
+    # a grid's first dimension; the others end at 65,535
+    assert programs < 2**31, f"{case}: {kernel.__name__} in {programs} programs"
+    text = intermediate(kernel, [*arguments, *outputs], constants)
+    sizes = [each for each in arguments if isinstance(each, int)]
+    found, furthest = overflows(text, sizes, programs, loaded, blocks)
+    assert not found, f"{case}: {kernel.__name__} may overflow in\n" + "\n".join(found)
+    REACHED.append((kernel.__name__, furthest, programs))
 
 
 if __name__ == "__main__":
     main()
+    assert max(each[1] for each in REACHED) > 2**31 and max(each[2] for each in REACHED) > 65_535
+    # every kernel of attention, with offsets past 32 bits
+    named = {name for name, furthest, _ in REACHED if furthest > 2**31}
+    assert named >= {"forward", "row_means", "query_gradient", "key_gradients", "bias_gradient", "attend_part"}, named

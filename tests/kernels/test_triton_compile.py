@@ -42,9 +42,11 @@ FEW_DELTA_RULE = [(90, "bfloat16", "128x128", "head"), (89, "float32", "256x256"
 
 EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))
 FEW_ATTENTION = [
-    (80, "bfloat16", 128, "pairs"),
+    (80, "bfloat16", 128, "decoding"),
+    (86, "float16", 64, "decoding"),
     (89, "bfloat16", 256, "window"),
-    (90, "bfloat16", 256, "pairs"),
+    (90, "bfloat16", 256, "packed"),
+    (100, "bfloat16", 256, "pairs"),
     (120, "float32", 128, "decoding"),
 ]
 

@@ -28,8 +28,16 @@ if _launch.capability() is not None:
 
 from triton_interpreter import interpreted
 
-# the smallest tiles that dots take, so that a few dozen tokens are several blocks
-SMALL = Config(*[Tile(16, 16, 4, 1)] * 5)
+# the smallest tiles that dots take, so that a few dozen tokens are several blocks, walked in every way there is
+TILE = Tile(16, 16, 4, 1)
+JOINED = replace(TILE, joined=True)
+SMALL = {
+    plan.PACKED: Config(JOINED, JOINED, JOINED, TILE, TILE),
+    plan.SHORT: Config(TILE, TILE, JOINED, TILE, TILE),
+    plan.LONG: Config(TILE, TILE, TILE, TILE, TILE, apart=True),
+    # which mix their stages anyway
+    plan.PAIRS: Config(JOINED, JOINED, JOINED, TILE, TILE),
+}
 # one tile would hold all of these, and the one above has already seen what they differ in
 SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
@@ -37,7 +45,7 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    monkeypatch.setattr(plan, "configure", lambda *_: SMALL)
+    monkeypatch.setattr(plan, "configure", lambda *facts: SMALL[facts[-1]])
     monkeypatch.setattr(plan, "FEW_ROWS", 0)
     monkeypatch.setattr(plan, "FILL", 16)
     chosen = Implementation("triton", None, triton.supports, triton.run)
@@ -105,8 +113,9 @@ def test_bias_that_swamps_the_scores(low):
     assert_close(gradients["value"], np.broadcast_to(alone.mean(1, keepdims=True), cotangent.shape), 1e-5)
 
 
-@pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)], ids=["typed", "raw"])
-@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize(
+    "decoded, key", [(False, jax.random.key(7)), (True, jax.random.PRNGKey(7))], ids=["typed", "raw"]
+)
 def test_dropout_drops_what_xla_drops(key, decoded, monkeypatch):
     monkeypatch.setattr(plan, "FEW_ROWS", 64 if decoded else 0)
     case = Case("", queries=3 if decoded else 40, keys=50, **GROUPED, bias_heads=1, options={"causal": not decoded})
@@ -343,10 +352,13 @@ def test_supports_says_why(arguments, reason, x64):
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("wide, short", [(False, False), (False, True), (True, True)])
-def test_configurations_are_whole(monkeypatch, capability, dim, wide, short):
+@pytest.mark.parametrize(
+    "wide, walk",
+    [(False, plan.LONG), (False, plan.SHORT), (False, plan.PACKED), (False, plan.PAIRS), (True, plan.LONG)],
+)
+def test_configurations_are_whole(monkeypatch, capability, dim, wide, walk):
     monkeypatch.undo()
-    config = plan.configure(capability, wide, 2 * dim, short)
+    config = plan.configure(capability, wide, 2 * dim, walk)
     for tile in (config.forward, config.query, config.key, config.bias, config.decoding):
         assert all(each & (each - 1) == 0 for each in (tile.queries, tile.keys, tile.warps))
         assert min(tile.queries, tile.keys) >= 16

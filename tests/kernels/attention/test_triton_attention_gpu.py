@@ -1,5 +1,7 @@
 """The Triton kernels of softmax attention on an NVIDIA GPU, against float64: `pytest -m gpu`."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from conftest import assert_close
 from triton_attention_cases import FEW, GROUPED, LONG, Case, exact, options_of, scaled
 
+from ejkernel import parallel
 from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
 
@@ -102,6 +105,37 @@ def test_dropout_drops_what_xla_drops():
     with jax.default_matmul_precision("highest"):
         for one, other in zip(jax.tree.leaves(run("triton")), jax.tree.leaves(run("xla")), strict=True):
             assert_close(one, other, 1e-4)
+
+
+def test_ring_of_one():
+    """A ring's blocks are these kernels, which merge as XLA's do."""
+    case = Case("", batch=1, queries=200, keys=200, **GROUPED, sink_shape=(4, 1), options={"causal": True})
+    case = replace(case, key_dim=64, value_dim=64, options={**case.options, "cu_seqlens": [0, 70, 70, 180]})
+    moving, _, (d_output, d_lse) = arrays_of(case, "float32")
+    mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def ring(moving):
+        return parallel.flash_attention(**moving, **options_of(case), axis_name="time", mesh=mesh, layout="balanced")
+
+    run = jax.jit(lambda moving: jax.vjp(ring, moving)[1](d_output)[0])
+    assert "triton_kernel_call" in run.lower(moving).as_text()
+    right = exact(case, moving, d_output, 0 * d_lse)
+    for name, each in run(moving).items():
+        assert_close(each, right[2][name], 2e-5, name)
+
+
+def test_exported():
+    """What is exported has the kernels in it, and runs when it is read back."""
+    case = scaled(Case("", **GROUPED, queries=50, keys=50, options={"causal": True}), 5, key_dim=64, value_dim=64)
+    moving, fixed, cotangents = arrays_of(case, "bfloat16")
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+    run = program(case)
+    exported = jax.export.export(run, platforms=["cuda"], disabled_checks=allowed)(moving, fixed, cotangents)
+    again = jax.export.deserialize(exported.serialize())
+    for one, other in zip(
+        *map(jax.tree.leaves, (run(moving, fixed, cotangents), again.call(moving, fixed, cotangents))), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
 def test_transformations():

@@ -1,6 +1,6 @@
 """The backward pass as launches of Triton kernels."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,7 +8,7 @@ from jax import Array
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.launcher import Launcher, device
-from ejkernel.kernels.attention.triton.plan import FILL, Plan
+from ejkernel.kernels.attention.triton.plan import FILL, ROWS, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
 
@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     key: Array
     value: Array
     bias: Array | None
-    mean: Array  # what the softmax takes off the gradient of a row's scores
+    flow: Array | None  # with sinks: what the softmax takes off the gradient of a row's scores
 
 
 def backward(
@@ -40,42 +40,63 @@ def backward(
     """
     launcher = Launcher.of(call, plan, inputs)
     output, top, total = results
-    tile, dtype = plan.config.query, inputs.query.dtype
+    dtype, rows = inputs.query.dtype, launcher.like(*top.shape)
     # bfloat16 has float32's range: what is taken off the scores can travel with them, unless dropout comes in between
     folded = dtype == jnp.bfloat16 and not call.dropout
-    d_query, mean, terms = launcher.launch(
+    of_lse = {"DLSE": d_lse is not None}
+    mean, terms = launcher.launch(
+        device("backward").row_means,
+        *(output, top, d_output, d_lse, launcher.borders[0]),
+        *(call.queries, call.sequences or 0),
+        outputs=[rows, launcher.like(*((*top.shape, _TERMS) if folded else (1,)), dtype=dtype)],
+        programs=call.batch * cdiv(call.queries, ROWS.queries) * call.heads,
+        tile=ROWS,
+        FOLDED=folded,
+        **of_lse,
+    )
+    tile = plan.config.query
+    d_query, flow = launcher.launch(
         device("backward").query_gradient,
         *launcher.tokens,
         *launcher.places,
-        *(output, top, total, d_output, d_lse),
+        *(top, total, mean, d_output, d_lse),
         *launcher.sizes,
-        outputs=[
-            launcher.like(*inputs.query.shape, dtype=dtype),
-            launcher.like(*top.shape),
-            launcher.like(*((*top.shape, _TERMS) if folded else (1,)), dtype=dtype),
-        ],
+        outputs=[launcher.like(*inputs.query.shape, dtype=dtype), launcher.like(1) if inputs.sinks is None else rows],
         programs=launcher.blocks(tile.queries) * call.heads,
         tile=tile,
-        DLSE=d_lse is not None,
-        FOLDED=folded,
+        **of_lse,
     )
-    tile, parts = plan.config.key, plan.head_parts
-    shapes = [(parts, *each.shape) for each in (inputs.key, inputs.value)]
-    d_key, d_value = launcher.launch(
-        device("backward").key_gradients,
-        *launcher.tokens,
-        *launcher.places,
-        *(top, total, mean, terms, d_output),
-        *launcher.sizes,
-        call.batch,
-        outputs=[launcher.like(*each, dtype=dtype if parts == 1 else jnp.float32) for each in shapes],
-        programs=launcher.blocks(tile.keys, of_keys=True) * call.kv_heads * parts,
-        tile=tile,
-        PARTS=parts,
-        FOLDED=folded,
-    )
+    d_key, d_value = _keys(launcher, (top, total, mean, terms), d_output, FOLDED=folded)
     d_bias = _bias(launcher, (top, total, mean), d_output) if of_bias else None
-    return Gradients(d_query, _summed(d_key), _summed(d_value), d_bias, mean)
+    return Gradients(d_query, d_key, d_value, d_bias, None if inputs.sinks is None else flow)
+
+
+def _keys(launcher: Launcher, rows: tuple[Array, ...], d_output: Array, **constants: Any) -> tuple[Array, Array]:
+    """The gradients of key and value, in one pass or one for each."""
+    call, inputs, plan = launcher.call, launcher.inputs, launcher.plan
+    tile, parts = plan.config.key, plan.head_parts
+    dtype = inputs.query.dtype if parts == 1 else jnp.float32
+    d_key, d_value = (launcher.like(parts, *each.shape, dtype=dtype) for each in (inputs.key, inputs.value))
+
+    def launch(of_key: bool, of_value: bool) -> Any:
+        return launcher.launch(
+            device("backward").key_gradients,
+            *launcher.tokens,
+            *launcher.places,
+            *(*rows, d_output),
+            *launcher.sizes,
+            call.batch,
+            outputs=[each if asked else launcher.like(1) for each, asked in ((d_key, of_key), (d_value, of_value))],
+            programs=launcher.blocks(tile.keys, of_keys=True) * call.kv_heads * parts,
+            tile=tile,
+            PARTS=parts,
+            OF_KEY=of_key,
+            OF_VALUE=of_value,
+            **constants,
+        )
+
+    found = (launch(True, False)[0], launch(False, True)[1]) if plan.config.apart else launch(True, True)
+    return _summed(found[0]), _summed(found[1])
 
 
 def _bias(launcher: Launcher, rows: tuple[Array, Array, Array], d_output: Array) -> Array:

@@ -11,6 +11,7 @@ import triton.language as tl
 from ejkernel.kernels.attention.triton.tiles import (
     ALL,
     LOG2E,
+    at_edge,
     bend,
     in_sight,
     kept,
@@ -64,15 +65,11 @@ def weights(
 
 
 @triton.jit
-def score_gradients(b_p, b_dp, b_mean, m_pair, m_kept, LEAST: tl.constexpr, SHARE: tl.constexpr, WHOLE: tl.constexpr):
-    """The gradient of the scores from the weights before dropout and the gradient of those after it."""
-    if LEAST:
-        b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
-    b_ds = b_p * (b_dp - b_mean)
-    if not WHOLE:
-        # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
-        b_ds = tl.where(m_pair, b_ds, 0.0)
-    return b_ds
+def load_dlse(p_dlse, p_cu, N, o_row, o_token, m_row, PACKED: tl.constexpr):
+    """The log-sum-exp's cotangent, of which padding has none."""
+    if PACKED:
+        m_row = m_row & (o_token < tl.load(p_cu + N))
+    return tl.load(p_dlse + o_row, mask=m_row, other=0.0)
 
 
 @triton.jit
@@ -89,6 +86,54 @@ def terms(b_shift, b_mean, dtype: tl.constexpr):
 
 
 @triton.jit
+def row_means(
+    p_out,
+    p_top,
+    p_dout,
+    p_dlse,
+    p_cu,
+    S,
+    N,
+    p_mean,
+    p_terms,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    PACKED: tl.constexpr,
+    DLSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    LINEAR: tl.constexpr,
+    FOLDED: tl.constexpr,
+):
+    """What the softmax takes off the gradient of the scores of a block of rows: one stream over the output.
+
+    The walks, which have several loads to wait for one after the other, would take longer to do it.
+    """
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    o_m = tl.arange(0, BM)
+    o_dv = tl.arange(0, BDV)
+    n_blocks = tl.cdiv(S, BM)
+    i_b = i_program // H // n_blocks
+    i_first = i_program // H % n_blocks * BM
+    m_i = i_first + o_m < S
+    q_row = i_b.to(tl.int64) * S + i_first
+    b_out = load_rows(p_out + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
+    b_do = load_rows(p_dout + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
+    # a row without keys has output 0 and takes no gradient, not even a NaN
+    b_mean = tl.sum(tl.where(b_out == 0, 0.0, b_out * b_do), 1)
+    o_row = (i_b * H + i_h).to(tl.int64) * S + i_first + o_m
+    if DLSE:
+        b_mean -= load_dlse(p_dlse, p_cu, N, o_row, i_first + o_m, m_i, PACKED)
+    tl.store(p_mean + o_row, b_mean, mask=m_i)
+    if FOLDED:
+        b_top = tl.load(p_top + o_row, mask=m_i, other=0.0)
+        b_terms = terms(b_top / (SCALE * LOG2E) if LINEAR else b_top, b_mean, p_terms.dtype.element_ty)
+        tl.store(p_terms + o_row[:, None] * TERMS + tl.arange(0, TERMS)[None, :], b_terms, mask=m_i[:, None])
+
+
+@triton.jit
 def query_gradient(
     p_q,
     p_k,
@@ -99,20 +144,19 @@ def query_gradient(
     p_cu,
     p_cu_kv,
     p_offset,
-    p_out,
     p_top,
     p_total,
+    p_mean,
     p_dout,
     p_dlse,
     S,
     L,
     N,
-    n_steps,
+    apart,
     left,
     right,
     p_dq,
-    p_mean,
-    p_terms,
+    p_flow,
     H: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -124,6 +168,7 @@ def query_gradient(
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
     MIXED: tl.constexpr,
+    JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -135,17 +180,35 @@ def query_gradient(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     LINEAR: tl.constexpr,
-    FOLDED: tl.constexpr,
     FAST: tl.constexpr,
     LEAST: tl.constexpr,
     SHARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of one block of queries of one head, and what the softmax takes off the gradient of its scores."""
+    """The gradient of one block of queries of one head.
+
+    With SINKS also the means of its rows once more: the output was rounded, and what sinks get is a sum over all rows
+    in which little else is left.
+    """
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
-        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, left, right, BM, False, RIGHT, PACKED, OFFSETS
+        i_program // H,
+        tl.num_programs(0) // H,
+        p_cu,
+        p_cu_kv,
+        p_offset,
+        N,
+        apart,
+        S,
+        L,
+        left,
+        right,
+        BM,
+        False,
+        RIGHT,
+        PACKED,
+        OFFSETS,
     )
     if i_first >= n_q:
         return
@@ -163,22 +226,10 @@ def query_gradient(
     p_k += i_h // (H // HKV) * D
     p_v += i_h // (H // HKV) * DV
     b_q = load_rows(p_q + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
-    b_do = load_rows(p_dout + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False)
-    b_out = load_rows(p_out + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
-    # a row without keys has output 0 and takes no gradient, not even a NaN
-    b_mean = tl.sum(tl.where(b_out == 0, 0.0, b_out * b_do.to(tl.float32)), 1)
-    b_do = b_do.to(b_q.dtype)
+    b_do = load_rows(p_dout + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(b_q.dtype)
     o_row = (i_b * H + i_h).to(tl.int64) * S + o_token
-    if DLSE:
-        m_lse = m_i
-        if PACKED:
-            m_lse = m_i & (o_token < tl.load(p_cu + N))
-        b_dlse = tl.load(p_dlse + o_row, mask=m_lse, other=0.0)
-        b_mean -= b_dlse
     b_top, b_total = load_stats(p_top, p_total, o_row, m_i, BIAS > 0)
-    if FOLDED:
-        b_terms = terms(b_top / (SCALE * LOG2E) if LINEAR else b_top, b_mean, p_terms.dtype.element_ty)
-        tl.store(p_terms + o_row[:, None] * TERMS + tl.arange(0, TERMS)[None, :], b_terms, mask=m_i[:, None])
+    b_mean = tl.load(p_mean + o_row, mask=m_i, other=0.0)
     o_mask = o_token
     o_bias = o_token
     o_draw = o_token
@@ -193,8 +244,8 @@ def query_gradient(
     b_flow = tl.zeros([BM], tl.float32)
     o_i = i_first + o_m
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, MIXED):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
+        if walked(STAGE, LEFT, MIXED or JOINED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
             for i_k in range(i_from, i_to, BN):
                 WHOLE: tl.constexpr = STAGE == ALL
                 o_j = i_k + o_n
@@ -204,29 +255,33 @@ def query_gradient(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
                 b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
                 m_there = m_i[:, None] & m_j[None, :]
-                m_pair = m_there
-                m_kept = m_there
                 b_bias = 0.0
                 if BIAS:
                     b_bias = load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
-                if not WHOLE:
-                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
-                if MASK:
-                    m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
-                    b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
                 if LEAST:
                     m_kept = kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST)
+                    b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
                 b_p, b_slope = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
-                b_ds = score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, WHOLE)
+                b_ds = (b_dp - b_mean[:, None]) * b_slope
+                # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
+                if MASK:
+                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
+                    m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
+                    b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
+                    b_p = tl.where(m_pair, b_p, 0.0)
+                    b_ds = tl.where(m_pair, b_ds, 0.0)
+                elif not WHOLE:
+                    if not JOINED or at_edge(i_k, all_start, all_stop):
+                        m_seen = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
+                        b_p = tl.where(m_seen, b_p, 0.0)
+                        b_ds = tl.where(m_seen, b_ds, 0.0)
                 if SINKS:
-                    b_flow += tl.sum(b_ds + tl.where(m_pair, b_p * b_mean[:, None], 0.0), 1)
-                b_dq = tl.dot((b_ds * b_slope).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+                    b_flow += tl.sum(tl.where(b_p == 0, 0.0, b_p * b_dp), 1)
+                b_dq = tl.dot((b_p * b_ds).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     if SINKS:
-        # the output was rounded, and what sinks get is a sum over all rows in which little else is left
-        b_mean = b_flow
         if DLSE:
-            b_mean -= b_dlse
-    tl.store(p_mean + o_row, b_mean, mask=m_i)
+            b_flow -= load_dlse(p_dlse, p_cu, N, o_row, o_token, m_i, PACKED)
+        tl.store(p_flow + o_row, b_flow, mask=m_i)
     p_tile = p_dq + (q_row * H + i_h) * D + o_m[:, None] * (H * D) + o_d[None, :]
     tl.store(p_tile, (b_dq * SCALE).to(p_dq.dtype.element_ty), mask=m_i[:, None] & (o_d[None, :] < D))
 
@@ -250,7 +305,7 @@ def key_gradients(
     S,
     L,
     N,
-    n_steps,
+    apart,
     left,
     right,
     B,
@@ -265,9 +320,12 @@ def key_gradients(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
+    OF_KEY: tl.constexpr,
+    OF_VALUE: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
     MIXED: tl.constexpr,
+    JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -283,7 +341,7 @@ def key_gradients(
     SHARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of one block of keys and values, from one of PARTS parts of the query heads that share them.
+    """The gradients of one block of keys and values, or either, from one of PARTS parts of the heads that share them.
 
     Tiles of pairs are [keys, queries] here.
     """
@@ -293,11 +351,12 @@ def key_gradients(
     i_kv = i_program // PARTS % HKV
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
         i_program // (PARTS * HKV),
+        tl.num_programs(0) // (PARTS * HKV),
         p_cu,
         p_cu_kv,
         p_offset,
         N,
-        n_steps,
+        apart,
         S,
         L,
         left,
@@ -332,8 +391,8 @@ def key_gradients(
         i_h = (i_kv * PARTS + i_part) * G + i_g
         stats = (i_b * H + i_h).to(tl.int64) * S + q_at
         for STAGE in tl.static_range(3):
-            if walked(STAGE, RIGHT, MIXED):
-                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
+            if walked(STAGE, RIGHT, MIXED or JOINED):
+                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
                 for i_q in range(i_from, i_to, BM):
                     WHOLE: tl.constexpr = STAGE == ALL
                     o_i = i_q + o_m
@@ -359,39 +418,47 @@ def key_gradients(
                             b_top, b_total = load_stats(p_top, p_total, stats + o_i, m_i, BIAS > 0)
                             b_top = b_top[None, :]
                             b_total = b_total[None, :]
+                    if FOLDED:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), tl.dot(b_means, b_terms))
+                    else:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
                     m_there = m_j[:, None] & m_i[None, :]
-                    m_pair = m_there
-                    m_kept = m_there
                     b_bias = 0.0
                     if BIAS:
                         o_bias = pair_rows(i_b, i_h, q_at + o_i, S, L, H, BIAS_HEADS, BIAS)
                         b_bias = load_bias(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
-                    if not WHOLE:
-                        m_pair = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
+                    if LEAST:
+                        o_draw = (stats + o_i).to(tl.uint32)[None, :]
+                        m_kept = kept(p_words, o_draw, (k_at + o_j).to(tl.uint32)[:, None], LEAST)
+                        b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
+                    b_p, b_slope = weights(b_s, b_bias, b_top, b_total, BIAS, SCALE, CAP, LINEAR, FAST)
+                    b_ds = (b_dp - b_mean) * b_slope
+                    # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
                     if MASK:
+                        m_pair = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
                         o_mask = pair_rows(i_b, i_h, q_at + o_i, S, L, H, MASK_HEADS, MASK)
                         m_pair &= load_pairs(p_mask, o_mask[None, :], k_at + o_j[:, None], m_there, MASK) != 0
                         m_any = tl.max(m_pair.to(tl.int32), 0)[:, None] > 0
                         b_q = tl.where(m_any, b_q, 0.0)
                         b_do = tl.where(m_any, b_do, 0.0)
-                    if LEAST:
-                        o_draw = (stats + o_i).to(tl.uint32)[None, :]
-                        m_kept = kept(p_words, o_draw, (k_at + o_j).to(tl.uint32)[:, None], LEAST)
-                    b_p, b_slope = weights(b_s, b_bias, b_top, b_total, BIAS, SCALE, CAP, LINEAR, FAST)
+                        b_p = tl.where(m_pair, b_p, 0.0)
+                        b_ds = tl.where(m_pair, b_ds, 0.0)
+                    elif not WHOLE:
+                        if not JOINED or at_edge(i_q, all_start, all_stop):
+                            m_seen = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
+                            b_p = tl.where(m_seen, b_p, 0.0)
+                            b_ds = tl.where(m_seen, b_ds, 0.0)
                     b_kept = b_p
-                    if not WHOLE:
-                        b_kept = tl.where(m_pair, b_kept, 0.0)
                     if LEAST:
-                        b_kept = tl.where(m_kept, b_kept * SHARE, 0.0)
-                    b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-                    if FOLDED:
-                        b_dp = tl.dot(b_v, tl.trans(b_do), tl.dot(b_means, b_terms))
-                    else:
-                        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-                    b_ds = score_gradients(b_p, b_dp, b_mean, m_pair, m_kept, LEAST, SHARE, WHOLE)
-                    b_dk = tl.dot((b_ds * b_slope).to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+                        b_kept = tl.where(m_kept, b_p * SHARE, 0.0)
+                    if OF_VALUE:
+                        b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                    if OF_KEY:
+                        b_dk = tl.dot((b_p * b_ds).to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     k_row = (i_part.to(tl.int64) * B * L + k_row) * HKV + i_kv
-    p_tile = p_dk + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]
-    tl.store(p_tile, (b_dk * SCALE).to(p_dk.dtype.element_ty), mask=m_j[:, None] & (o_d[None, :] < D))
-    p_tile = p_dv + k_row * DV + o_n[:, None] * (HKV * DV) + o_dv[None, :]
-    tl.store(p_tile, b_dv.to(p_dv.dtype.element_ty), mask=m_j[:, None] & (o_dv[None, :] < DV))
+    if OF_KEY:
+        p_tile = p_dk + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]
+        tl.store(p_tile, (b_dk * SCALE).to(p_dk.dtype.element_ty), mask=m_j[:, None] & (o_d[None, :] < D))
+    if OF_VALUE:
+        p_tile = p_dv + k_row * DV + o_n[:, None] * (HKV * DV) + o_dv[None, :]
+        tl.store(p_tile, b_dv.to(p_dv.dtype.element_ty), mask=m_j[:, None] & (o_dv[None, :] < DV))

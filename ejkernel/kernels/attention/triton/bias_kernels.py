@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.backward_kernels import load_stats, score_gradients, weights
+from ejkernel.kernels.attention.triton.backward_kernels import load_stats, weights
 from ejkernel.kernels.attention.triton.tiles import (
     KEYS,
     QUERIES,
@@ -130,16 +130,16 @@ def bias_gradient(
             o_row = (i_b * H + i_h).to(tl.int64) * S + o_i
             b_top, b_total = load_stats(p_top, p_total, o_row, m_i, True)
             b_mean = tl.load(p_mean + o_row, mask=m_i, other=0.0)
-            m_kept = m_pair
             if MASK:
                 o_mask = pair_rows(i_b, i_h, o_i, S, L, H, MASK_HEADS, MASK)
                 m_pair &= load_pairs(p_mask, o_mask[:, None], o_j[None, :], m_pair, MASK) != 0
             if LEAST:
                 m_kept = kept(p_words, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], LEAST)
+                b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
             o_bias = pair_rows(i_b, i_h, o_i, S, L, H, BIAS_HEADS, BIAS)
             b_bias = load_bias(p_bias, o_bias[:, None], o_j[None, :], m_pair, BIAS)
             b_p, _ = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
-            b_sum += score_gradients(b_p, b_dp, b_mean[:, None], m_pair, m_kept, LEAST, SHARE, False)
+            b_sum += tl.where(m_pair, b_p * (b_dp - b_mean[:, None]), 0.0)
     o_i = i_q0 * BM + o_m
     o_j = i_k0 * BN + o_n
     m_i = o_i < S

@@ -104,6 +104,8 @@ def attend_part(
         high,
         lowest,
         highest,
+        high,
+        low,
         HKV,
         D,
         DV,
@@ -120,6 +122,7 @@ def attend_part(
         FAST,
         LEAST,
         PRECISION,
+        False,
         False,
     )
     o_out = o_row * PARTS + i_part

@@ -79,7 +79,7 @@ def _gradients(
     if inputs.bias is not None:
         gradients["bias"] = found.bias if wanted.bias else jnp.zeros_like(inputs.bias)
     if inputs.sinks is not None:
-        gradients["sinks"] = _of_sinks(call, inputs.sinks, *results[1:], found.mean)
+        gradients["sinks"] = _of_sinks(call, inputs.sinks, *results[1:], found.flow)
     return cotangents(inputs, gradients)
 
 

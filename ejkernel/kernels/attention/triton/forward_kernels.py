@@ -8,6 +8,7 @@ import triton.language as tl
 from ejkernel.kernels.attention.triton.tiles import (
     ALL,
     LOG2E,
+    at_edge,
     bend,
     in_sight,
     kept,
@@ -46,6 +47,8 @@ def absorb(
     high,
     lowest,
     highest,
+    all_start,
+    all_stop,
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -63,10 +66,12 @@ def absorb(
     LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     """The running maximum, sum of weights and sum of weighted values, with keys `i_from … i_to` added.
 
-    With WHOLE every row sees every one of these keys. `o_i` are the positions of the rows' queries.
+    With WHOLE every row sees every one of these keys, with JOINED those from `all_start` to `all_stop`. `o_i` are the
+    positions of the rows' queries.
     """
     FACTOR: tl.constexpr = SCALE * LOG2E if LINEAR else 1.0
     o_n = tl.arange(0, BN)
@@ -81,11 +86,14 @@ def absorb(
         m_there = m_i[:, None] & m_j[None, :]
         if BIAS:
             b_s += load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
-        if not WHOLE:
+        if MASK:
             m_pair = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
-            if MASK:
-                m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
+            m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
             b_s = tl.where(m_pair, b_s, float("-inf"))
+        elif not WHOLE:
+            if not JOINED or at_edge(i_k, all_start, all_stop):
+                m_seen = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
+                b_s = tl.where(m_seen, b_s, float("-inf"))
         b_new = tl.maximum(b_top, tl.max(b_s, 1) * FACTOR)
         b_base = b_new
         if not WHOLE:
@@ -158,7 +166,7 @@ def forward(
     S,
     L,
     N,
-    n_steps,
+    apart,
     left,
     right,
     p_out,
@@ -175,6 +183,7 @@ def forward(
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
     MIXED: tl.constexpr,
+    JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -196,7 +205,22 @@ def forward(
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
-        i_program // H, p_cu, p_cu_kv, p_offset, N, n_steps, S, L, left, right, BM, False, RIGHT, PACKED, OFFSETS
+        i_program // H,
+        tl.num_programs(0) // H,
+        p_cu,
+        p_cu_kv,
+        p_offset,
+        N,
+        apart,
+        S,
+        L,
+        left,
+        right,
+        BM,
+        False,
+        RIGHT,
+        PACKED,
+        OFFSETS,
     )
     if i_first >= n_q:
         return
@@ -228,8 +252,8 @@ def forward(
     b_sum = tl.zeros([BM, BDV], tl.float32)
     o_i = i_first + o_m
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, MIXED):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED)
+        if walked(STAGE, LEFT, MIXED or JOINED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
             b_top, b_total, b_sum = absorb(
                 b_top,
                 b_total,
@@ -253,6 +277,8 @@ def forward(
                 high,
                 lowest,
                 highest,
+                all_start,
+                all_stop,
                 HKV,
                 D,
                 DV,
@@ -270,6 +296,7 @@ def forward(
                 LEAST,
                 PRECISION,
                 STAGE == ALL,
+                JOINED,
             )
     b_out, b_top, b_total = finish(b_top, b_total, b_sum, p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE, BIAS > 0)
     m_out = m_i[:, None] & (o_dv[None, :] < DV)

@@ -20,6 +20,7 @@ from ejkernel.xla_utils.utils import cdiv
 LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
 # as in `tiles`
+_WAYS = 64
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
@@ -62,9 +63,9 @@ class Launcher:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Queries, keys, sequences, steps to find one of those, and bounds to both sides."""
+        """Queries, keys, sequences, how far apart those are that are looked at first, and bounds to both sides."""
         count = self.call.sequences or 0
-        return self.call.queries, self.call.keys, count, count.bit_length(), *self.bounds
+        return self.call.queries, self.call.keys, count, cdiv(count + 1, _WAYS), *self.bounds
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -110,6 +111,7 @@ class Launcher:
             "OFFSETS": 0 if offset is None else min(offset.shape[0], 2),
             # a mask or a bias makes every tile an edge
             "MIXED": bool(mask or bias),
+            "JOINED": tile.joined and not (mask or bias),
             "LEFT": call.left is not None,
             "RIGHT": call.right is not None,
             "MASK": mask,

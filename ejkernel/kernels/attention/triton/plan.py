@@ -13,12 +13,17 @@ from ejkernel.xla_utils.utils import cdiv
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: queries and keys a tile, warps, pipeline stages."""
+    """How one kernel is cut: queries and keys a tile, warps, pipeline stages.
+
+    `joined`: a walk is one loop, which finds out which tiles are at an edge, rather than a loop for each edge and one
+    for what is between. Loads then never stop, which pays where walks are short.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Config:
         key: The pass that gives the key's and the value's gradient.
         bias: The pass that gives the bias' gradient.
         decoding: Few queries against many keys; its rows are a group's queries, however many they are.
+        apart: Whether `key` runs once for the key's and once for the value's gradient: the registers hold one sum.
     """
 
     forward: Tile
@@ -38,6 +44,7 @@ class Config:
     key: Tile
     bias: Tile
     decoding: Tile
+    apart: bool = False
 
 
 # By shared memory a program may use, and by the padded dims of a key and a value together.
@@ -50,10 +57,15 @@ _HALF = {
             Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
         ),
         384: Config(
-            Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
+            Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
         ),
         512: Config(
-            Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
+            Tile(128, 64, 8, 2),
+            Tile(128, 32, 8, 2),
+            Tile(32, 128, 8, 2),
+            Tile(64, 64, 4, 1),
+            Tile(16, 64, 4, 2),
+            apart=True,
         ),
     },
     MEDIUM: {
@@ -88,11 +100,33 @@ _FULL = {  # float32, whose products take three passes and twice the memory
 }
 # Two small programs a multiprocessor, one of which computes while the other waits: faster where walks are short, or
 # where there is more to do to a score.
-_SHORT = {
-    (LARGE, 256): Config(
+PACKED, SHORT, LONG, PAIRS = "packed", "short", "long", "pairs"
+_BY_WALK: dict[tuple[str | int, int, str], Config] = {
+    (LARGE, 256, PACKED): Config(
+        Tile(64, 64, 4, 3, joined=True),
+        Tile(64, 64, 4, 2, joined=True),
+        Tile(32, 64, 4, 3, joined=True),
+        Tile(64, 64, 4, 1),
+        Tile(16, 128, 4, 2),
+    ),
+    (LARGE, 256, SHORT): Config(
         Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
     ),
+    # Hopper's memory to the last byte; a mask or a bias takes some, and Blackwell needs more
+    **dict.fromkeys(
+        [(90, 512, walk) for walk in (PACKED, SHORT, LONG)],
+        Config(
+            Tile(128, 64, 8, 2),
+            Tile(128, 32, 8, 3),
+            Tile(32, 128, 8, 3),
+            Tile(64, 64, 4, 1),
+            Tile(16, 64, 4, 2),
+            apart=True,
+        ),
+    ),
 }
+# One stream over the output, before the backward walks.
+ROWS = Tile(64, 64, 8, 1)
 # Programs that occupy the chip; with fewer, work is cut further where it can be.
 FILL = 264
 # A group's queries up to this many are decoded: their keys are cut in parts, of which there are at most so many.
@@ -100,12 +134,14 @@ FEW_ROWS = 64
 MOST_PARTS = 64
 
 
-def configure(capability: int, wide: bool, dims: int, short: bool) -> Config:
-    """The configuration for a GPU's compute capability, the operands' width, their padded dims, and short walks."""
+def configure(capability: int, wide: bool, dims: int, walk: str) -> Config:
+    """The configuration for a GPU's compute capability, the operands' width, their padded dims, and kind of walk."""
     memory = MEMORY.get(capability, SMALL)
     table = (_FULL if wide else _HALF)[memory]
     size = next(each for each in table if dims <= each)
-    return _SHORT.get((memory, size), table[size]) if short and not wide else table[size]
+    if wide:
+        return table[size]
+    return _BY_WALK.get((capability, size, walk)) or _BY_WALK.get((memory, size, walk)) or table[size]
 
 
 def power(dim: int, least: int = 16) -> int:
@@ -133,8 +169,7 @@ class Plan:
     def of(call: Call) -> "Plan":
         capability = _launch.capability()
         wide = operand_dtype(call) == np.float32
-        short = call.sequences is not None or call.left is not None or call.soft_cap is not None
-        config = configure(capability or 90, wide, power(call.key_dim) + power(call.value_dim), short)
+        config = configure(capability or 90, wide, power(call.key_dim) + power(call.value_dim), _walk(call))
         rows = call.batch * call.kv_heads
         parts = 0
         if call.sequences is None and call.queries * call.groups <= FEW_ROWS:
@@ -143,6 +178,14 @@ class Plan:
         enough = (each for each in range(1, call.groups) if call.groups % each == 0 and programs * each >= FILL // 2)
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
         return Plan(config, fast, parts, next(enough, call.groups))
+
+
+def _walk(call: Call) -> str:
+    if call.mask_shape is not None or call.bias_shape is not None:
+        return PAIRS
+    if call.sequences is not None:
+        return PACKED
+    return SHORT if call.left is not None or call.soft_cap is not None else LONG
 
 
 def operand_dtype(call: Call) -> np.dtype:

@@ -14,6 +14,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # What is further away is out of everyone's sight, and sums of nearer bounds and positions stay within int32.
 FAR = tl.constexpr(1 << 30)
 
+# Borders of packed sequences that are looked at together.
+WAYS = tl.constexpr(64)
+
 # How a mask or a bias is laid out: it is there, and these of its axes are not broadcast.
 PRESENT = tl.constexpr(1)
 ROWS = tl.constexpr(2)
@@ -26,30 +29,38 @@ LAST = tl.constexpr(2)
 
 
 @triton.jit
-def sequence_of(i_block, p_cu, N, n_steps, BLOCK: tl.constexpr):
+def last_begun(i_block, p_cu, o_n, N, BLOCK: tl.constexpr):
+    """The last of these packed sequences whose blocks do not all come later, or 0."""
+    m_n = o_n <= N
+    m_begun = m_n & (tl.load(p_cu + o_n, mask=m_n, other=0) // BLOCK + o_n <= i_block)
+    return tl.max(tl.where(m_begun, o_n, 0), 0)
+
+
+@triton.jit
+def sequence_of(i_block, p_cu, N, apart, BLOCK: tl.constexpr):
     """The packed sequence that a block belongs to; N is the padding past the last.
 
     Sequence `n` has the blocks from `cu[n] // BLOCK + n` on. That may be one more than it needs, and spares the sum
-    over those before it.
+    over those before it. WAYS sequences are looked at together: first those that are `apart`, so that it is all of
+    them, then the ones in between.
     """
-    i_low = i_block * 0
-    i_high = i_low + N
-    for _ in range(n_steps):
-        i_middle = (i_low + i_high + 1) // 2
-        m_begun = tl.load(p_cu + i_middle) // BLOCK + i_middle <= i_block
-        i_low = tl.where(m_begun, i_middle, i_low)
-        i_high = tl.where(m_begun, i_high, i_middle - 1)
-    return i_low
+    o_w = tl.arange(0, WAYS)
+    i_low = last_begun(i_block, p_cu, o_w * apart, N, BLOCK)
+    i_n = i_low
+    for i_step in range(1, apart, WAYS):
+        i_n = tl.maximum(i_n, last_begun(i_block, p_cu, i_low + i_step + o_w, N, BLOCK))
+    return i_n
 
 
 @triton.jit
 def locate(
     i_block,
+    n_blocks,
     p_cu,
     p_cu_kv,
     p_offset,
     N,
-    n_steps,
+    apart,
     S,
     L,
     left,
@@ -60,9 +71,14 @@ def locate(
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
 ):
-    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`."""
+    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`.
+
+    BACKWARDS, a sequence's last blocks come first.
+    """
     if PACKED:
-        i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, n_steps, BLOCK)
+        if BACKWARDS:
+            i_block = n_blocks - 1 - i_block
+        i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, apart, BLOCK)
         i_next = tl.minimum(i_n + 1, N)
         q_at = tl.load(p_cu + i_n)
         k_at = tl.load(p_cu_kv + i_n)
@@ -73,11 +89,11 @@ def locate(
         i_b = i_block * 0
         i_n = tl.minimum(i_n, N - 1)
     else:
-        n_blocks = tl.cdiv(L if OF_KEYS else S, BLOCK)
-        i_b = i_block // n_blocks
-        i_first = i_block % n_blocks
+        n_each = tl.cdiv(L if OF_KEYS else S, BLOCK)
+        i_b = i_block // n_each
+        i_first = i_block % n_each
         if BACKWARDS:
-            i_first = n_blocks - 1 - i_first
+            i_first = n_each - 1 - i_first
         i_first = i_first * BLOCK
         i_n = i_b
         q_at = i_block * 0
@@ -120,15 +136,15 @@ def in_sight(i_first, i_last, n_others, lowest, highest, STEP: tl.constexpr, LEF
 
 
 @triton.constexpr_function
-def walked(stage, first_edge, mixed):
-    """Whether a stage of the walk is there at all; where stages are mixed, all of the way is edge."""
-    return stage == LAST or (not mixed and (stage == ALL or first_edge))
+def walked(stage, first_edge, joined):
+    """Whether a stage of the walk is there at all; joined ones are all in the last."""
+    return stage == LAST or (not joined and (stage == ALL or first_edge))
 
 
 @triton.jit
-def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, MIXED: tl.constexpr):
+def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, JOINED: tl.constexpr):
     """From where to where a stage of the walk goes."""
-    if MIXED:
+    if JOINED:
         return start, high
     elif STAGE == LAST:
         return all_stop, high
@@ -136,6 +152,12 @@ def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, MIXED: tl.con
         return all_start, all_stop
     else:
         return start, tl.minimum(all_start, high)
+
+
+@triton.jit
+def at_edge(i_first, all_start, all_stop):
+    """Whether some row does not see all of the step that begins there."""
+    return (i_first < all_start) | (i_first >= all_stop)
 
 
 @triton.jit
