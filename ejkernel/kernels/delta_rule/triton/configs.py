@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ejkernel.kernels.linear_recurrence.triton.configs import LARGE, MEDIUM, MEMORY, SMALL, Tile
+from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 
 
 @dataclass(frozen=True)
