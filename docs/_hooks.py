@@ -67,7 +67,10 @@ def _recurrence(gate: tuple[int, ...] | None = None, **options: Any) -> Iterator
     yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS, **options)
     yield _call("`reverse`", reverse=True, **options)
     yield _call("`initial_state`", initial_state=_float32(H, D, D), **options)
-    yield _call("grouped heads", _qkv(Hkv=2), **options)
+    yield _call("shared keys and values", _qkv(Hkv=2), **options)
+    yield _call(
+        "shared queries and keys", [*_qkv(Hkv=2)[1:2] * 2, _qkv()[2]], **options
+    )
     yield _call("`K ≠ V`", _qkv(V=64), **options)
     yield _call("`V` above 256", _qkv(V=512), **options)
     yield _call("one token (decoding)", _qkv(T=1), **one_token)
@@ -80,6 +83,7 @@ def _recurrent() -> Iterator[Row]:
     yield _call("`g` per head: `[B, T, H, 1]`", g=_float32(B, T, H, 1))
     yield _call("`g`, `gk` per key dim", g=per_key, gk=per_key)
     yield _call("`gv`", gv=per_key)
+    yield _call("`gk` and `gv`", gk=per_key, gv=per_key)
     yield from _recurrence((D,))
 
 

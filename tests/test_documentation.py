@@ -147,7 +147,7 @@ def measured(name):
 
 def test_support_tables_come_from_the_implementations(pages):
     rows = pages["ops/recurrent.html"].rows
-    assert ["gv", "no: decay along the value dims (gv) has no Triton kernel", "yes"] in rows
+    assert ["float64", "no: dtype float64 is none of bfloat16, float16, float32", "yes"] in rows
     assert ["packed: cu_seqlens", "yes", "yes"] in rows
     rows = pages["ops/flash_attention.html"].rows
     assert ["causal", "yes", "yes", "yes"] in rows

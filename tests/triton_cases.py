@@ -28,6 +28,7 @@ class Case:
     state: bool = True
     reverse: bool = False
     scale: float = 0.3
+    value_gate: str | None = None  # of the value dims, as `gate`
     # of query, key, value, gates and initial state, where they differ; `dtype` is then the output's
     dtypes: tuple[str, ...] | None = None
 
@@ -46,7 +47,7 @@ class Case:
             sequences=len(self.lengths) if packed else self.B,
             packed=packed,
             decay=self.decay,
-            value_decay=False,
+            value_decay=self.value_gate is not None,
             scale=self.scale,
             reverse=self.reverse,
             dtype=np.dtype(jnp.dtype(self.dtype)),
@@ -84,12 +85,15 @@ def make(case, seed=0):
     query, key, value = (normal(B, T, *each[:2], dtype=each[2]) for each in zip(heads, dims, dtypes[:3], strict=True))
     shape = {"none": None, "constant": (N, H), "head": (B, T, H), "key": (B, T, H, case.K)}[case.decay]
     decay = None if shape is None else jnp.asarray(gates(case.gate, shape, rng), dtypes[3])
+    value_decay = None
+    if case.value_gate:
+        value_decay = jnp.asarray(gates(case.value_gate, (B, T, H, case.V), rng), dtypes[3])
     state = normal(N, H, case.K, case.V, dtype=dtypes[4]) if case.state else None
     borders = None
     if case.lengths is not None:
         borders = jnp.asarray(np.cumsum([0, *case.lengths]), jnp.int32)
     dlast = jnp.asarray(rng.normal(size=(N, H, case.K, case.V)), jnp.float32)
-    return (query, key, value, decay, None, state, borders), (normal(B, T, H, case.V), dlast)
+    return (query, key, value, decay, value_decay, state, borders), (normal(B, T, H, case.V), dlast)
 
 
 # factors of query, key and value with which scores, or states, leave float16's range and the answer does not
@@ -140,15 +144,17 @@ def unseen(case):
     return (query.at[:, 0].set(1e20), key.at[:, 1].set(1e20), value * 1e-5, *arrays[3:]), cotangents
 
 
-NAMES = ("output", "last", "query", "key", "value", "decay", "state")
+NAMES = ("output", "last", "query", "key", "value", "decay", "state", "value decay")
 
 
 def oracle(call, arrays, cotangents):
     """Output, final states and the gradients of query, key, value, log decay and initial state, in float64."""
-    query, key, value, decay, _, state, borders = arrays
+    query, key, value, decay, value_decay, state, borders = arrays
     gate = {} if decay is None else {"g_gamma" if call.decay == "constant" else "g": np.asarray(decay)}
     if call.decay == "head":
         gate["g"] = gate["g"][..., None]
+    if value_decay is not None:
+        gate["gv"] = np.asarray(value_decay)
     output, last, grads = reference.recurrent(
         query,
         key,
@@ -163,15 +169,17 @@ def oracle(call, arrays, cotangents):
     )
     d_decay = None if decay is None else grads["g_gamma" if "g_gamma" in gate else "g"].reshape(decay.shape)
     d_state = np.zeros(last.shape) if state is None else grads["initial_state"]
-    return output, last, grads["query"], grads["key"], grads["value"], d_decay, d_state
+    found = output, last, grads["query"], grads["key"], grads["value"], d_decay, d_state
+    return found if value_decay is None else (*found, grads["gv"])
 
 
 def results(run, call, arrays, cotangents):
     """What `oracle` gives, by `run` and its own gradients."""
     inputs, borders = arrays[:6], arrays[6]
     (output, last), pull = jax.vjp(lambda *inputs: run(call, *inputs, borders), *inputs)
-    dquery, dkey, dvalue, ddecay, _, dstate = pull((cotangents[0], cotangents[1]))
-    return output, last, dquery, dkey, dvalue, ddecay, dstate
+    dquery, dkey, dvalue, ddecay, dvalue_decay, dstate = pull((cotangents[0], cotangents[1]))
+    found = output, last, dquery, dkey, dvalue, ddecay, dstate
+    return found if dvalue_decay is None else (*found, dvalue_decay)
 
 
 def assert_matches(actual, expected, tolerance):

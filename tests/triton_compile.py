@@ -1,6 +1,6 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY
+python tests/triton_compile.py CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value]
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -56,7 +56,8 @@ def shared_memory(capability, kernel, types, warps, stages, constants):
 def main(capability, dtype, dims, decay):
     key_dim, value_dim = map(int, dims.split("x"))
     shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": key_dim, "V": value_dim}
-    case = triton_cases.Case("compiled", decay=decay, dtype=dtype, **shape)
+    decay, _, by_value = decay.partition("+")
+    case = triton_cases.Case("compiled", decay=decay, dtype=dtype, value_gate="mild" if by_value else None, **shape)
 
     def program():
         arrays, cotangents = triton_cases.make(case)

@@ -185,17 +185,18 @@ def launches(case):
     tokens = [shape(B, T, heads, dim, dtype=call.dtype) for heads, dim in ((H, case.K), (case.Hkv, case.K))]
     value, d_output = (shape(B, T, heads, case.V, dtype=call.dtype) for heads in (case.Hkv, H))
     gates = {"none": None, "constant": shape(N, H), "head": shape(B, T, H), "key": shape(B, T, H, case.K)}
+    by_value = shape(B, T, H, case.V) if case.value_gate else None
     state = shape(N, H, case.K, case.V)
     borders = shape(N + 1, dtype=jnp.int32) if call.packed else None
 
     def run(inputs, borders, d_output, d_last):
-        def forward(query, key, value, gate, state):
-            return triton_gpu.run(call, query, key, value, gate, None, state, borders)
+        def forward(query, key, value, gate, by_value, state):
+            return triton_gpu.run(call, query, key, value, gate, by_value, state, borders)
 
         results, pull = jax.vjp(forward, *inputs)
         return results, pull((d_output, d_last))
 
-    inputs = (*tokens, value, gates[case.decay], state)
+    inputs = (*tokens, value, gates[case.decay], by_value, state)
     return recorded(lambda: jax.eval_shape(run, inputs, borders, d_output, state))
 
 
@@ -265,6 +266,8 @@ def main():
     long = Case("a long row", B=1, T=1 << 22, H=64, Hkv=16, K=128, V=128, dtype="bfloat16")
     cases = [
         *(replace(long, name=f"{long.name}, {decay}", decay=decay) for decay in ("none", "constant", "head", "key")),
+        replace(long, name="wide, both gates", K=512, V=512, value_gate="mild"),
+        replace(long, name="value gates", decay="none", value_gate="mild"),
         replace(long, name="reverse", reverse=True, T=(1 << 22) - 77),
         replace(long, name="packed", lengths=(0,) * 70_000),
         replace(long, name="packed, one gate a head", decay="head", lengths=(0,) * 70_000, dtype="float32"),

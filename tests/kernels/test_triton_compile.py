@@ -13,22 +13,22 @@ from properties import THOROUGH
 TESTS = Path(__file__).parents[1]
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA's tables of compute capabilities
 DTYPES = ("bfloat16", "float16", "float32")
-DECAYS = ("key", "head", "constant", "none")
+DECAYS = ("key", "head", "constant", "none", "none+value", "key+value")
 SMALL = ("1x1", "8x8", "16x16", "24x24", "32x32", "8x128", "128x8", "128x32")
 KINDS = ("causal", "window", "packed", "pairs", "decoding")  # of calls of attention
 EVERY = [
-    *itertools.product(KIBIBYTES, DTYPES, ("128x128", "256x256"), DECAYS),
+    *itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "512x512"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),
 ]
 # the tightest of each kind of memory, and what warps and warpgroups multiply side by side; the rest takes minutes
 FEW = [
     (80, "bfloat16", "128x128", "head"),
-    (89, "float32", "256x256", "key"),
+    (89, "float32", "512x512", "key+value"),
     (100, "bfloat16", "128x128", "head"),
-    (120, "bfloat16", "256x256", "key"),
+    (120, "bfloat16", "512x512", "key"),
     (90, "bfloat16", "8x8", "key"),
     (90, "bfloat16", "128x32", "key"),
-    (90, "bfloat16", "24x24", "head"),
+    (90, "bfloat16", "24x24", "head+value"),
     (90, "float16", "1x1", "key"),
 ]
 

@@ -28,8 +28,11 @@ class Kernels:
     backward: Callable[..., Any]
 
 
-def recurrence(kernels: Kernels, call: Call, plan: Any, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Output and final states from query, key, value, log decay, initial state and borders."""
+def recurrence(kernels: Kernels, call: Call, plan: Any, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and final states from query, key, value, log decay, initial state and borders.
+
+    The log decay is that of the value dims, or a pair of that of the key dims and that, where value dims decay.
+    """
     output, last, _ = _recurrence(kernels, call, plan, False, *arrays)
     return output, last
 
@@ -48,10 +51,10 @@ def _recurrence(kernels: Kernels, call: Call, plan: Any, keep: bool, *arrays: An
 
 
 def _recurrence_forward(kernels: Kernels, call: Call, plan: Any, keep: bool, *primals: Any) -> tuple[Any, Any]:
-    arrays = [None if each is None else each.value for each in primals]
+    arrays = jax.tree.map(lambda each: each.value, primals, is_leaf=lambda each: hasattr(each, "perturbed"))
     # calling the differentiable function again is what makes gradients of gradients work
     output, last, residuals = _recurrence(kernels, call, plan, True, *arrays)
-    wanted = _Wanted(primals[3] is not None and primals[3].perturbed)
+    wanted = _Wanted(call.value_decay or (primals[3] is not None and primals[3].perturbed))
     return (output, last, residuals if keep else None), (tuple(arrays), residuals, wanted)
 
 
@@ -98,7 +101,9 @@ def _gradients_backward(
 
     def gradients(inputs: Any, doutput: jax.Array, dlast: jax.Array | None) -> Any:
         def output(query: Any, key: Any, value: Any, log_decay: Any, initial_state: Any) -> Any:
-            return xla.run(call, query, key, value, log_decay, None, initial_state, cu_seqlens)
+            both = isinstance(log_decay, tuple)
+            decays = log_decay if both else (None, log_decay) if call.value_decay else (log_decay, None)
+            return xla.run(call, query, key, value, *decays, initial_state, cu_seqlens)
 
         (_, last), pull = jax.vjp(output, *inputs)
         return pull((doutput, jnp.zeros_like(last) if dlast is None else dlast))

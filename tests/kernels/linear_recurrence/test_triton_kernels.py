@@ -79,9 +79,9 @@ CASES = [
     replace(BASE, name="odd-dims", K=20, V=40),
     replace(BASE, name="shared-heads", H=4, Hkv=2, T=35),
     replace(BASE, name="shared-heads-head", decay="head", H=4, Hkv=1, T=35, K=40),
-    replace(BASE, name="shared-queries", decay="head", H=4, shared=(1, 1, 4), T=35),
-    replace(BASE, name="shared-by-each", H=6, shared=(2, 6, 3), gate="resets", T=35),
-    replace(BASE, name="shared-packed", decay="constant", H=4, shared=(2, 1, 4), **UNEVEN),
+    replace(BASE, name="shared-queries", decay="head", H=2, shared=(1, 1, 2), T=35),
+    replace(BASE, name="shared-by-each", H=4, shared=(2, 4, 1), gate="resets", T=20),
+    replace(BASE, name="shared-packed", decay="constant", H=2, shared=(2, 1, 1), lengths=(3, 0, 17), T=20),
     replace(BASE, name="reverse", reverse=True),
     replace(BASE, name="reverse-head", decay="head", reverse=True),
     replace(BASE, name="packed-none", decay="none", **UNEVEN),
@@ -214,6 +214,44 @@ def test_few_tokens(case):
     check(case)
 
 
+VALUE_GATES = [
+    replace(BASE, name="plain", decay="none", value_gate="unscaled", K=20, V=40, T=35, H=1, Hkv=1),
+    replace(BASE, name="resets-shared", decay="none", value_gate="resets", H=4, shared=(1, 2, 4), T=20),
+    replace(BASE, name="head-reverse", decay="head", value_gate="mild", reverse=True, T=35, state=False),
+    replace(BASE, name="constant-packed", decay="constant", value_gate="strong", lengths=(3, 0, 17), T=24),
+    replace(BASE, name="bfloat16", decay="none", value_gate="mild", dtype="bfloat16", T=32),
+    replace(BASE, name="both", value_gate="unscaled", K=20, V=40, T=35, H=1, Hkv=1),
+    replace(
+        BASE, name="both-packed-reverse", value_gate="mild", dtype="bfloat16", reverse=True, lengths=(3, 0, 35), T=40
+    ),
+    replace(BASE, name="both-strong", gate="strong", value_gate="resets", T=20, state=False),
+    replace(BASE, name="both-step", value_gate="mild", T=2, B=2),
+    replace(BASE, name="step", decay="head", value_gate="resets", B=2, T=2, H=4, shared=(4, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("case", VALUE_GATES, ids=str)
+def test_value_gates(case):
+    bound = TOLERANCE[case.dtype]
+    # the gradient of a gate a head is a sum over all value dims, of either sign
+    check(case, {**bound, "decay": 3 * bound["decay"], "value decay": bound["decay"]})
+
+
+WIDE = [
+    replace(BASE, name="constant", decay="constant", K=20, V=24, T=20, H=1, Hkv=1, state=False),
+    replace(BASE, name="head", decay="head", K=20, V=24, H=2, shared=(1, 2, 1), T=35),
+    replace(BASE, name="key", gate="resets", dtype="bfloat16", K=20, V=24, T=35, H=1, Hkv=1),
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_dims_in_parts(monkeypatch, case):
+    """More dims than a program carries, the last part of them not full."""
+    tile = replace(SMALL.output, columns=16)
+    monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, output=tile, gradient=tile))
+    check(case)
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_largest_blocks(monkeypatch, wide):
     """The chunk of 64 tokens that Hopper uses, on a length that fills none."""
@@ -293,8 +331,9 @@ def test_jit_checkpoint_and_gates_left_alone():
 def test_supports_says_why():
     call = BASE.call
     assert triton_gpu.supports(call) is None
-    assert "gv" in triton_gpu.supports(replace(call, value_decay=True))
-    assert "256" in triton_gpu.supports(replace(call, key_dim=272))
+    assert "decays" in triton_gpu.supports(replace(call, value_dim=513, value_decay=True))
+    assert "512" in triton_gpu.supports(replace(call, key_dim=513))
+    assert triton_gpu.supports(replace(call, key_dim=512, value_dim=1000)) is None
     assert "float64" in triton_gpu.supports(replace(call, dtype=np.dtype(np.float64)))
     assert "elements" in triton_gpu.supports(replace(call, tokens=0))
 

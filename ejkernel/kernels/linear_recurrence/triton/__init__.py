@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch, _varying
-from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
-from ejkernel.kernels.linear_recurrence.triton import passes
+from ejkernel.kernels.linear_recurrence.triton import both_gates, passes, value_gates
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
+from ejkernel.xla_utils.utils import prepare_sequence_ids
 
-_LARGEST_DIM = 256
-_KERNELS = Kernels(passes.forward, passes.backward)
+_LARGEST_DIM = 512  # that gates may be folded into
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
@@ -21,10 +21,10 @@ def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
     if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
-    if call.value_decay:
-        return "decay along the value dims (gv) has no Triton kernel"
-    if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
-        return f"a head dim above {_LARGEST_DIM} (K={call.key_dim}, V={call.value_dim})"
+    if call.key_dim > _LARGEST_DIM:
+        return f"a key dim above {_LARGEST_DIM} (K={call.key_dim})"
+    if call.value_decay and call.value_dim > _LARGEST_DIM:
+        return f"a value dim above {_LARGEST_DIM} that decays (V={call.value_dim})"
     if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
         return "an array without elements"
     if call.scale == 0 or not np.isfinite(call.scale):
@@ -43,14 +43,41 @@ def run(
     cu_seqlens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
-    del value_log_decay
     dtype = _common_dtype(call, query, key, value)
     tokens = [each.astype(dtype) for each in (query, key, value)]
-    gates, state = _at_most_float32(log_decay), _at_most_float32(initial_state)
-    arrays = _varying.align((*tokens, gates, state, cu_seqlens))
-    inner = replace(call, dtype=dtype)
-    output, last = recurrence(_KERNELS, inner, Plan.of(inner), *arrays)
+    decay: Decay = call.decay
+    if value_log_decay is not None and decay != "key":
+        # a head's decay is one of all its value dims
+        value_log_decay = _of_value_dims(call, log_decay, value_log_decay, cu_seqlens)
+        log_decay, decay = None, "none"
+    others = [_at_most_float32(each) for each in (log_decay, value_log_decay, initial_state)]
+    *tokens, by_key, by_value, state, borders = _varying.align((*tokens, *others, cu_seqlens))
+    folded = by_key if by_value is None else by_value if by_key is None else (by_key, by_value)
+    kernels, plan = _kernels(inner := replace(call, dtype=dtype, decay=decay))
+    output, last = recurrence(kernels, inner, plan, *tokens, folded, state, borders)
     return output.astype(call.dtype), last
+
+
+def _kernels(call: Call) -> tuple[Kernels, Plan]:
+    """What runs the call, by which dims decay."""
+    if call.value_decay and call.decay != "key":
+        return Kernels(value_gates.forward, value_gates.backward), Plan.of(value_gates.swapped(call))
+    module = both_gates if call.value_decay else passes
+    return Kernels(module.forward, module.backward), Plan.of(call)
+
+
+def _of_value_dims(
+    call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array, cu_seqlens: jax.Array | None
+) -> jax.Array:
+    """The decay of a head, if it has one, as part of that of its value dims: `[B, T, H, V]`."""
+    if log_decay is None:
+        return value_log_decay
+    if call.decay == "constant" and cu_seqlens is None:
+        log_decay = log_decay[:, None]
+    elif cu_seqlens is not None and call.decay == "constant":
+        sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
+        log_decay = log_decay[jnp.minimum(sequence, call.sequences - 1)][None]
+    return value_log_decay.astype(np.float32) + log_decay[..., None].astype(np.float32)
 
 
 def _common_dtype(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> np.dtype:

@@ -7,11 +7,15 @@ from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: rows of the walked state (or key dims) a program, warps, pipeline stages."""
+    """How one kernel is cut: rows of the walked state (or key dims) a program, warps, pipeline stages, and columns.
+
+    Of more dims than columns each part has programs of its own, whose outputs are added.
+    """
 
     block: int
     warps: int
     stages: int
+    columns: int = 256
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,13 @@ class Config:
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
     LARGE: {
+        64: Config(64, 4, 80.0, "ieee", Tile(128, 4, 3), Tile(128, 4, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 3)),
         128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 2)),
-        256: Config(64, 4, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 264),
+        256: Config(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 132),
+        512: Config(
+            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
+            *(_STEP, 132, Tile(64, 4, 2, 128)),
+        ),
     },
     MEDIUM: {
         128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(64, 4, 1), _STEP, 216),
@@ -77,5 +86,5 @@ _FULL = {  # float32, and float16 with key gates, which is carried as float32 fo
 
 def configure(capability: int, wide: bool, largest_dim: int) -> Config:
     """The configuration for a GPU's compute capability, the operands' width and the larger of K and V."""
-    table = _FULL if wide else _HALF
-    return table[MEMORY.get(capability, SMALL)][128 if largest_dim <= 128 else 256]
+    table = (_FULL if wide else _HALF)[MEMORY.get(capability, SMALL)]
+    return table[min((dim for dim in table if dim >= largest_dim), default=max(table))]

@@ -93,15 +93,29 @@ def head_gate_gradient(
     return dgate
 
 
+def _columns(dim: int) -> tuple[int, int]:
+    """Dims that a program of one warp streams, and how many such programs a head has."""
+    width = min(128, padded(dim))
+    return width, cdiv(dim, width)
+
+
 def _heads_at_once(heads: int) -> int:
     """Heads that one program of the exact path looks after."""
     return math.gcd(heads, 8)
 
 
 def fold_key_gates(
-    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool
+    launcher: Launcher,
+    query: jax.Array,
+    key: jax.Array,
+    log_decay: jax.Array | None,
+    start: bool,
+    limit: float | None = None,
 ) -> tuple[jax.Array, jax.Array, Gates]:
-    """Queries and keys with their gates folded in, and what is left of the gates."""
+    """Queries and keys with their gates folded in, and what is left of the gates.
+
+    With `limit` stronger ones are flagged and nothing more.
+    """
     call, config = launcher.call, launcher.config
     chunk, chunks, heads, dim = config.chunk, launcher.blocks(config.chunk), call.heads, call.key_dim
     # float16 has too small a range for folded gates
@@ -131,9 +145,11 @@ def fold_key_gates(
         programs=chunks * heads,
         tile=Tile(padded(dim), max(1, padded(dim) // 128), 1),
         BK=padded(dim),
-        LIMIT=config.limit,
+        LIMIT=limit or config.limit,
         **shared,
     )
+    if limit:
+        return qhat, khat, Gates(factor=factor, late=late, flag=flag)
     programs = chunks * heads // _heads_at_once(heads)
     qhat, khat, score, _ = launcher.launch(
         device("strong_key_gates").exact_scores,
@@ -160,40 +176,35 @@ def fold_key_gates(
     return qhat, khat, Gates(factor=factor, late=late, flag=flag, within=score)
 
 
-def unfold_key_gates(
-    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, dtypes: Any
+def _exact_gradients(
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, dqhat: jax.Array, dkhat: jax.Array, given: Any
 ) -> list[jax.Array]:
-    """Gradients of query, key and key gates from those of the folded query and key."""
+    """Summands of the gates' gradient, in place of dq̂, and gradients of query and key, all of flagged chunks alone."""
     call, config = launcher.call, launcher.config
     query, key, value, log_decay = arrays[:4]
-    qhat, khat, dqhat, dkhat, memory, dmemory = hats
-    chunk, group = config.chunk, config.chunk * launcher.plan.group
-    shared: dict[str, Any] = {
-        "H": call.heads,
-        "K": call.key_dim,
-        "V": call.value_dim,
-        "C": chunk,
-        "SCALE": float(call.scale),
-        "FLIP": call.reverse,
-    }
-    hat = (call.batch, call.tokens, call.heads, call.key_dim)
-    gradients = [shape(*hat, dtype=each) for each in dtypes]
-    fine = call.dtype == F32
+    chunk, fine = config.chunk, call.dtype == F32
     programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
     width, block = padded(call.key_dim), config.exact.block
-    summand, dquery, dkey, _ = launcher.launch(
+    *results, _ = launcher.launch(
         device("strong_key_gates").exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
-        outputs=[shape(*hat), *gradients, None if fine else shape(programs, chunk, width)],
+        outputs=[shape(*dqhat.shape), *given, None if fine else shape(programs, chunk, width)],
         programs=programs,
         tile=config.exact,
         length=chunk,
         HEADS=_heads_at_once(call.heads),
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
+        H=call.heads,
         HQ=query.shape[2],
         HK=key.shape[2],
         HV=value.shape[2],
+        HO=doutput.shape[2],
+        K=call.key_dim,
+        V=call.value_dim,
+        C=chunk,
+        SCALE=float(call.scale),
+        FLIP=call.reverse,
         START=arrays[4] is not None,
         KP=width,
         # three tiles are added up at once, where the scores are one
@@ -202,8 +213,68 @@ def unfold_key_gates(
         WIDE=call.dtype == jnp.float16,
         FINE=fine,
         PRECISION=config.precision,
-        **shared,
     )
+    return results
+
+
+def unfold_queries(
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, dqhat: jax.Array, khat: jax.Array
+) -> jax.Array:
+    """The gradient of the query alone, from that of the folded query; of what the query is, nothing is used."""
+    result = shape(*dqhat.shape, dtype=launcher.call.dtype)
+    # anything may stand for the gradient of the key
+    dqhat, dquery, _ = _exact_gradients(launcher, arrays, gates, doutput, dqhat, khat, [result, result])
+    return unfold_rows(launcher, arrays[3], gates, dqhat, dquery)
+
+
+def unfold_rows(
+    launcher: Launcher, log_decay: jax.Array, gates: Gates, dqhat: jax.Array, dquery: jax.Array | None = None
+) -> jax.Array:
+    """The gradient of the query from that of the folded query; `dquery` is that of flagged chunks, if there are any."""
+    call, chunk = launcher.call, launcher.config.chunk
+    width, parts = _columns(call.key_dim)
+    (found,) = launcher.launch(
+        device("key_gates").unfold_rows,
+        *(log_decay, dqhat, gates.late, gates.flag, dquery),
+        outputs=[shape(*dqhat.shape, dtype=call.dtype)],
+        programs=launcher.blocks(chunk) * call.heads * parts,
+        tile=Tile(width, 1, 1),
+        length=chunk,
+        aliases=None if dquery is None else {4: 0},
+        H=call.heads,
+        K=call.key_dim,
+        BK=width,
+        C=chunk,
+        FLIP=call.reverse,
+    )
+    return found
+
+
+def unfold_key_gates(
+    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, dtypes: Any
+) -> list[jax.Array]:
+    """Gradients of query, key and key gates from those of the folded query and key."""
+    call = launcher.call
+    qhat, khat, dqhat, dkhat, *borders = hats
+    gradients = [shape(call.batch, call.tokens, call.heads, call.key_dim, dtype=each) for each in dtypes]
+    summand, *found = _exact_gradients(launcher, arrays, gates, doutput, dqhat, dkhat, gradients)
+    return unfold_all(launcher, arrays[3], gates, (qhat, khat, summand, dkhat, *borders), gradients, found)
+
+
+def unfold_all(
+    launcher: Launcher,
+    log_decay: jax.Array,
+    gates: Gates,
+    hats: Any,
+    gradients: list[Any],
+    flagged: list[jax.Array] | None,
+    other: Gates | None = None,
+) -> list[jax.Array]:
+    """Gradients of query, key and gates; those of query and key may be there of flagged chunks."""
+    call, config = launcher.call, launcher.config
+    qhat, khat, summand, dkhat, memory, dmemory = hats
+    group = config.chunk * launcher.plan.group
+    width, parts = _columns(call.key_dim)
     return launcher.launch(
         device("key_gates").unfold_gates,
         *(
@@ -217,15 +288,21 @@ def unfold_key_gates(
             gates.factor,
             memory,
             dmemory,
-            dquery,
-            dkey,
+            other and other.factor,
+            *(flagged or (None, None)),
         ),
-        outputs=[*gradients, shape(*hat, dtype=log_decay.dtype)],
-        programs=launcher.blocks(group) * call.heads,
-        tile=Tile(width, max(1, width // 128), 1),
+        outputs=[*gradients, shape(*gradients[0].shape, dtype=log_decay.dtype)],
+        programs=launcher.blocks(group) * call.heads * parts,
+        tile=Tile(width, 1, 1),
         length=group,
-        aliases={10: 0, 11: 1},
+        aliases={11: 0, 12: 1} if flagged else None,
+        H=call.heads,
+        K=call.key_dim,
+        V=call.value_dim,
         BK=width,
+        C=config.chunk,
         G=launcher.plan.group,
-        **shared,
+        SCALE=float(call.scale),
+        BOTH=other is not None,
+        FLIP=call.reverse,
     )

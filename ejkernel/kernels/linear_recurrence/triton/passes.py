@@ -24,13 +24,19 @@ FEW_TOKENS = 8
 def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
     """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
     launcher = Launcher.of(call, plan, arrays[5])
-    if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
-        return (*_step(launcher, *arrays[:5]), None)
+    if has_few_tokens(call):
+        query, key, value, log_decay, initial_state = arrays[:5]
+        return (*step(launcher, query, key, value, log_decay, None, initial_state), None)
     prepared = _prepare(launcher, *arrays[:5])
     query, key, gates, first = prepared
     operands = (query, key, arrays[2], gates, first)
     done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
     return done.output, done.last, prepared if keep else None
+
+
+def has_few_tokens(call: Call) -> bool:
+    """Whether a call is walked one token at a time."""
+    return call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS)
 
 
 def backward(
@@ -83,7 +89,7 @@ def backward(
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
     elif log_decay is not None:
         dgate = jnp.zeros_like(log_decay)
-    dquery, dkey, dvalue = (_sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
+    dquery, dkey, dvalue = (sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
     return dquery, dkey, dvalue, dgate, None if initial_state is None else dstart.astype(initial_state.dtype)
 
 
@@ -93,11 +99,14 @@ def _met(state: jax.Array, dstate: jax.Array) -> jax.Array:
 
 
 def _dtype_of_gradient(call: Call, x: jax.Array) -> Any:
-    """What each head's gradient of `x` comes in: heads that share it are added up in float32."""
-    return call.dtype if x.shape[2] == call.heads else F32
+    """What each head's gradient of `x` comes in, before heads that share it are added up in float32.
+
+    Of many heads that share, these are most of what is written and read; float16 might not have the range.
+    """
+    return F32 if x.shape[2] != call.heads and call.dtype == jnp.float16 else call.dtype
 
 
-def _sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
+def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
     """The gradient of `x` from each head's: heads that share it are added up."""
     if x.shape[2] == call.heads:
         return dx
@@ -133,26 +142,29 @@ def _prepare(
     return query, key, gates, starts(launcher, key, value, gates, initial_state)
 
 
-def _step(
+def step(
     launcher: Launcher,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     log_decay: jax.Array | None,
+    value_log_decay: jax.Array | None,
     initial_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
+    """Output and final states, one token after the other."""
     call, tile = launcher.call, launcher.config.step
-    block = min(tile.block, padded(call.value_dim))
+    # as much of a state as the registers hold
+    block = min(tile.block, padded(call.value_dim), 16384 // padded(call.key_dim))
     in_place = initial_state is not None and initial_state.dtype == F32
     state = (call.sequences, call.heads, call.key_dim, call.value_dim)
     output, last = launcher.launch(
         device("step").step,
-        *(query, key, value, log_decay, initial_state),
+        *(query, key, value, log_decay, value_log_decay, initial_state),
         outputs=[shape(call.batch, call.tokens, call.heads, call.value_dim, dtype=call.dtype), shape(*state)],
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        aliases={4: 1} if in_place else None,
+        aliases={5: 1} if in_place else None,
         H=call.heads,
         HQ=query.shape[2],
         HK=key.shape[2],
@@ -162,6 +174,7 @@ def _step(
         BK=padded(call.key_dim),
         BV=block,
         DECAY=call.decay,
+        VALUE_DECAY=value_log_decay is not None,
         SCALE=float(call.scale),
         FLIP=call.reverse,
         START=initial_state is not None,

@@ -1,6 +1,6 @@
 """How a call is cut for the chip it runs on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +36,15 @@ class Plan:
     def of(call: Call) -> "Plan":
         wide = call.dtype == np.float32 or Plan.carried(call)
         capability = _launch.capability() or 90
-        config = configs.configure(capability, wide, max(call.key_dim, call.value_dim))
+        config, by_key, by_value = (
+            configs.configure(capability, wide, dim)
+            for dim in (max(call.key_dim, call.value_dim), call.key_dim, call.value_dim)
+        )
+        # the columns of the state that a walk carries are what its tile has to fit
+        config = replace(config, output=by_key.output, gradient=by_value.gradient, dots=by_value.dots)
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * cdiv(call.value_dim, min(config.output.block, padded(call.value_dim)))
+        programs *= cdiv(call.key_dim, config.output.columns)
         # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
         # in segments of whole groups, these must not be long
         for times in (2, 4) if call.decay == "head" else (1,):

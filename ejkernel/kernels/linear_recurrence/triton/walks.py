@@ -26,7 +26,7 @@ class Shape:
     w_heads: int
     x_dim: int
     z_dim: int
-    x_block: int  # x dims, padded
+    x_block: int  # x dims a program, padded
     z_block: int  # rows of the state a program
     chunk: int
     group: int
@@ -57,6 +57,7 @@ class Walk:
     last: bool  # the last state is wanted
     rowdot: bool
     border: int
+    both: bool = False  # key and value dims decay
     strong: int = 0
 
 
@@ -86,8 +87,12 @@ def walk(
     start_scale: float = 1.0,
     last_scale: float = 1.0,
     gate_gradient: jax.Array | None = None,
+    other: Gates | None = None,
 ) -> Walked:
-    """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself."""
+    """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself.
+
+    `other` are the gates of the value dims, beside those of the key dims.
+    """
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
     reverse = reverse or role in ("dvalue", "dkey")
@@ -98,18 +103,21 @@ def walk(
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
     block = min(tile.block, max(padded(z_dim), fewest))
-    parts = cdiv(z_dim, block)
+    # as much of the state a warp as the tile was measured with
+    tile = replace(tile, block=block, warps=max(4, tile.warps * block // tile.block))
+    x_block = min(padded(x_dim), tile.columns)
+    sums, parts = cdiv(x_dim, x_block), cdiv(z_dim, block)
     n_segments, n_groups = launcher.blocks(plan.segment), launcher.blocks(config.chunk * plan.group)
     state = (call.heads, call.key_dim, call.value_dim)
     outputs: list[Any]
     if x is None:
-        decays = call.key_dim if call.decay == "key" else 1
+        decays = (call.key_dim if call.decay == "key" else 1) + (call.value_dim if other else 0)
         outputs = [None, shape(n_segments, *state), None, shape(n_segments, call.heads, decays)]
     else:
         outputs = [
-            shape(call.batch, call.tokens, call.heads, z_dim, dtype=dtype),
+            shape(call.batch, call.tokens, call.heads, sums * z_dim, dtype=dtype if sums == 1 else F32),
             shape(call.sequences, *state) if last else None,
-            None if rowdot is None else shape(call.batch, call.tokens, call.heads, parts),
+            None if rowdot is None else shape(call.batch, call.tokens, call.heads, sums * parts),
             None,
         ]
         if border:
@@ -126,7 +134,7 @@ def walk(
         w_heads=w_heads,
         x_dim=x_dim,
         z_dim=z_dim,
-        x_block=padded(x_dim),
+        x_block=x_block,
         z_block=block,
         chunk=config.chunk,
         group=plan.group,
@@ -140,15 +148,15 @@ def walk(
     numbers = Numbers(precision, carried, float(call.scale), float(start_scale), float(last_scale))
     # a constant gate is not the same for all rows of a ragged chunk
     decay = "head" if call.decay == "constant" and not launcher.whole else call.decay
-    kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border)
+    kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None)
     results: list[Any] = [None] * 4
-    given = (x, y, z, rowdot, gates.within, gates.factor, gates.flag, start)
+    given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start)
     for strong in range(2 if decay == "head" else 1):
         results = launcher.launch(
             device("walk").walk,
             *(*given, *results),
             outputs=outputs,
-            programs=n_segments * call.heads * parts,
+            programs=n_segments * call.heads * sums * parts,
             tile=tile,
             length=plan.segment,
             segment=True,
@@ -158,7 +166,10 @@ def walk(
             NUMBERS=numbers,
             WALK=replace(kind, strong=strong),
         )
-    return Walked(*results)
+    output, *rest = results
+    if sums > 1 and x is not None:
+        output = output.reshape(*output.shape[:3], sums, z_dim).sum(3).astype(dtype)
+    return Walked(output, *rest)
 
 
 def starts(
@@ -169,26 +180,28 @@ def starts(
     state: jax.Array | None,
     reverse: bool = False,
     scale: float = 1.0,
+    other: Gates | None = None,
 ) -> jax.Array | None:
     """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut."""
     call = launcher.call
     if not launcher.plan.segmented(call):
         return state
-    own = walk(launcher, "segment", None, y, z, gates, None, tile=launcher.config.output, reverse=reverse)
-    block = min(32, padded(call.key_dim))
+    own = walk(launcher, "segment", None, y, z, gates, None, tile=launcher.config.output, reverse=reverse, other=other)
+    block, columns = min(32, padded(call.key_dim)), min(256, padded(call.value_dim))
     (found,) = launcher.launch(
         device("segments").scan_segments,
         *(own.last, own.borders, state),
         outputs=[shape(*own.last.shape)],
-        programs=call.sequences * call.heads * cdiv(call.key_dim, block),
+        programs=call.sequences * call.heads * cdiv(call.key_dim, block) * cdiv(call.value_dim, columns),
         tile=Tile(block, 4, 2),
         segment=True,
         H=call.heads,
         K=call.key_dim,
         V=call.value_dim,
         BK=block,
-        BV=padded(call.value_dim),
-        DECAYS=call.key_dim if call.decay == "key" else 1,
+        BV=columns,
+        DECAYS=own.borders.shape[-1],
+        KEYED=call.decay == "key",
         START=state is not None,
         START_SCALE=float(scale),
         REVERSE=reverse,

@@ -32,6 +32,12 @@ def store_four(p, o, o_step, b0, b1, b2, b3, m0, m1, m2, m3):
 
 
 @triton.jit
+def rows_below(i0, n_rows, m_k):
+    """Masks of a row and the three before it, of those that there are."""
+    return m_k & (i0 < n_rows), m_k & (i0 - 1 < n_rows), m_k & (i0 - 2 < n_rows), m_k & (i0 - 3 < n_rows)
+
+
+@triton.jit
 def fold_half(
     p_q,
     p_k,
@@ -161,6 +167,50 @@ def fold_gates(
 
 
 @triton.jit
+def unfold_rows(
+    p_gate,
+    p_hat,
+    p_late,
+    p_flag,
+    p_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """dq from dq̂, which is all that is wanted where dq is an output; of a flagged chunk it is there already."""
+    SIGN: tl.constexpr = 1 if FLIP else -1
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_program = tl.program_id(0) // NK
+    i_h = i_program % H
+    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
+    m_k = o_k < K
+    if tl.load(p_flag + i_program) == 0:
+        b_fade = tl.load(p_late + i_program.to(tl.int64) * K + o_k, mask=m_k, other=0.0)
+        for i in range(0, C // 4):
+            i0 = i_c * C + C - 1 - 4 * i
+            m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
+            r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
+            o_hat = (token_of(i_first, n_rows, i0, FLIP) * H + i_h) * K + o_k
+            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, r0, r1, r2, r3)
+            a0, a1, a2, a3 = load_four(p_hat, o_hat, SIGN * H * K, r0, r1, r2, r3)
+            f1 = b_fade - g0 * LOG2E
+            f2 = f1 - g1 * LOG2E
+            f3 = f2 - g2 * LOG2E
+            a0, a1, a2, a3 = a0 * tl.exp2(b_fade), a1 * tl.exp2(f1), a2 * tl.exp2(f2), a3 * tl.exp2(f3)
+            b_fade = f3 - g3 * LOG2E
+            store_four(p_out, o_hat, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
+
+
+@triton.jit
 def unfold_gates(
     p_gate,
     p_qhat,
@@ -172,6 +222,7 @@ def unfold_gates(
     p_factor,
     p_state,
     p_dstate,
+    p_other,
     p_dq_in,
     p_dk_in,
     p_cu,
@@ -188,6 +239,7 @@ def unfold_gates(
     C: tl.constexpr,
     G: tl.constexpr,
     SCALE: tl.constexpr,
+    BOTH: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
 ):
@@ -196,23 +248,32 @@ def unfold_gates(
     Of a flagged chunk, dq and dk are there already and dq̂ holds the summands.
     """
     SIGN: tl.constexpr = 1 if FLIP else -1
-    i_program = tl.program_id(0)
+    ROWS: tl.constexpr = 8
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_program = tl.program_id(0) // NK
     i_h = i_program % H
     i_block = i_program // H
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
     i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    o_k = tl.arange(0, BK)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     m_k = o_k < K
     n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
     b_sum = tl.zeros([BK], tl.float32)
     if n_chunks > 0:
-        for i_v in range(0, V, 4):
-            o_state = i_program.to(tl.int64) * (K * V) + i_v * K + o_k
-            m0, m1, m2, m3 = m_k & (i_v < V), m_k & (i_v + 1 < V), m_k & (i_v + 2 < V), m_k & (i_v + 3 < V)
-            a0, a1, a2, a3 = load_four(p_state, o_state, K, m0, m1, m2, m3)
-            b0, b1, b2, b3 = load_four(p_dstate, o_state, K, m0, m1, m2, m3)
-            b_sum += (a0 * b0 + a1 * b1) + (a2 * b2 + a3 * b3)
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
+        o_v = tl.arange(0, ROWS)
+        b_met = tl.zeros([ROWS, BK], tl.float32)
+        for i_v in range(0, V, ROWS):
+            o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
+            m_state = (i_v + o_v < V)[:, None] & m_k[None, :]
+            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
+            b_dstate = tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
+            if BOTH:
+                # the value dims decay on their way there as well
+                p_reach = p_other + i_last * (4 * V) + 2 * V + i_v + o_v
+                b_dstate = b_dstate / tl.load(p_reach, mask=i_v + o_v < V, other=1.0)[:, None]
+            b_met += b_state * b_dstate
+        b_sum = tl.sum(b_met, 0)
         b_reach = tl.load(p_factor + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
         b_sum = b_sum * SCALE / tl.where(tl.load(p_flag + i_last) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):
@@ -222,18 +283,8 @@ def unfold_gates(
         b_fade = tl.load(p_late + i_chunk * K + o_k, mask=m_k, other=0.0)
         for i in range(0, C // 4):
             i0 = i_c * C + C - 1 - 4 * i
-            m0, m1, m2, m3 = (
-                m_k & (i0 < n_rows),
-                m_k & (i0 - 1 < n_rows),
-                m_k & (i0 - 2 < n_rows),
-                m_k & (i0 - 3 < n_rows),
-            )
-            r0, r1, r2, r3 = (
-                m_k & (i0 < n_read),
-                m_k & (i0 - 1 < n_read),
-                m_k & (i0 - 2 < n_read),
-                m_k & (i0 - 3 < n_read),
-            )
+            m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
+            r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
             i_token = token_of(i_first, n_rows, i0, FLIP)
             o_q = (i_token * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, r0, r1, r2, r3)

@@ -24,6 +24,7 @@ def scan_segments(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAYS: tl.constexpr,
+    KEYED: tl.constexpr,
     START: tl.constexpr,
     START_SCALE: tl.constexpr,
     PACKED: tl.constexpr,
@@ -31,16 +32,17 @@ def scan_segments(
 ):
     """The state at the start of each time segment, from the segments' own states and whole decays."""
     NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
-    i_h = (i_program // NK) % H
-    i_n = i_program // (NK * H)
+    i_h = (i_program // (NK * NV)) % H
+    i_n = i_program // (NK * NV * H)
     i_segment = blocks_before(i_n, p_cu, SEGMENTS, N, T, L, PACKED)
     if PACKED:
         n_segments = (tl.load(p_cu + SEGMENTS * (N + 2) + i_n + 1) - i_segment).to(tl.int32)
     else:
         n_segments = tl.cdiv(T, L)
     o_k = (i_program % NK) * BK + tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
+    o_v = ((i_program // NK) % NV) * BV + tl.arange(0, BV)
     o_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_state = tl.zeros([BK, BV], tl.float32)
@@ -54,10 +56,13 @@ def scan_segments(
         i_here = (i_segment + i_j) * H + i_h
         # the last segment's own state is of no use, and not there
         m_own = i_step + 1 < n_segments
-        if DECAYS == 1:
+        if (DECAYS == 1) and not KEYED:
             b_decay = tl.load(p_decay + i_here, mask=m_own, other=0.0)
         else:
-            b_decay = tl.load(p_decay + i_here * K + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+            b_decay = tl.load(p_decay + i_here * DECAYS + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+            if DECAYS > K:
+                p_row = p_decay + i_here * DECAYS + K + o_v
+                b_decay = b_decay * tl.load(p_row, mask=(o_v < V) & m_own, other=0.0)[None, :]
         b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
         tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
         # a decay may be infinite

@@ -15,6 +15,7 @@ def step(
     p_k,
     p_v,
     p_gate,
+    p_value_gate,
     p_start,
     p_cu,
     T,
@@ -30,6 +31,7 @@ def step(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    VALUE_DECAY: tl.constexpr,
     SCALE: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
@@ -76,6 +78,9 @@ def step(
             b_state = faded(b_state, (b_gate * LOG2E)[:, None])
         elif DECAY == "constant":
             b_state = faded(b_state, b_gate * LOG2E)
+        if VALUE_DECAY:
+            b_faded = tl.load(p_value_gate + i_here * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+            b_state = faded(b_state, (b_faded * LOG2E)[None, :])
         b_state = b_state + b_k[:, None] * b_v[None, :]
         b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
         tl.store(p_out + i_here * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)

@@ -193,6 +193,7 @@ def exact_gradients(
     HQ: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
+    HO: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -229,7 +230,7 @@ def exact_gradients(
             b_dscore = tl.zeros([C, C], tl.float32)
             for i_v in range(0, (V + BV - 1) // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
-                b_dout = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, WIDE)
+                b_dout = load_rows(p_dout, i_token, i_h // (H // HO), o_t, m_read, o_v, HO, V, V % BV != 0, WIDE)
                 b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, V % BV != 0, WIDE)
                 b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
             # pairs of one level meet both ways: row of q with row of k, and back
@@ -266,7 +267,7 @@ def exact_gradients(
                 b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
                 b_fade = tl.exp2(b_until)
-                b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
+                b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, True)
                 b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
                 # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs

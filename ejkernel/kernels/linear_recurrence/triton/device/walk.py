@@ -18,6 +18,7 @@ def walk(
     p_w,
     p_within,
     p_factor,
+    p_other,
     p_flag,
     p_start,
     p_out_in,
@@ -53,8 +54,11 @@ def walk(
     The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
     the kernels that fold gates lay down. `p_within` is what these know of a chunk's tokens: the gate itself (constant),
     weights of rows (head), or the scores of flagged chunks (key).
+    Where x has more dims than a program carries, each part of them has its own program, and gives a part of the sum
+    that the output is.
     Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER stores the state at the
     later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
+    With gates of both key and value dims `p_other` has the decays of the value dims, and z and the output are folded.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case. The second one gets the
     first one's results as `p_…_in`, and adds to them in place.
@@ -94,18 +98,22 @@ def walk(
     STATE_ROW: tl.constexpr = DX if BY_KEY else 1
     STATE_COLUMN: tl.constexpr = 1 if BY_KEY else DZ
     KEYED: tl.constexpr = DECAY == "key"
+    # the other side of the state decays too, and no chunk is flagged
+    BOTH: tl.constexpr = WALK.both
     KEY_ROWS: tl.constexpr = KEYED and BY_KEY
     KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
     RANGED: tl.constexpr = (p_y.dtype.element_ty == tl.float16) and (not WIDE)
     # weighed in full, scores fit in float16, and are rounded alike in the two walks whose row dots are subtracted
     WEIGHED: tl.constexpr = ROWDOT or RANGED
+    NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
-    PAD_X: tl.constexpr = BX != DX
+    PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
     i_program = tl.program_id(0)
     i_z = i_program % NZ
-    i_h = (i_program // NZ) % H
-    i_block = i_program // (NZ * H)
+    i_x = (i_program // NZ) % NX
+    i_h = (i_program // (NZ * NX)) % H
+    i_block = i_program // (NZ * NX * H)
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
     i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
     if BORDER:
@@ -119,7 +127,7 @@ def walk(
             return
 
     o_r = tl.arange(0, C)
-    o_x = tl.arange(0, BX)
+    o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
     o_t = o_r
     if FLIP:
@@ -167,6 +175,8 @@ def walk(
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
     b_due = tl.full([BZ], 1.0, tl.float32) if RANGED else 1.0
     if not OUTPUT:
+        if BOTH:
+            b_whole_row = tl.full([BZ], 1.0, tl.float32)
         if KEY_COLUMNS:
             b_whole = tl.full([BX], 1.0, tl.float32)
         elif KEY_ROWS:
@@ -259,9 +269,24 @@ def walk(
             else:
                 b_before = b_before[:, None]
                 b_after = b_after[:, None]
-            is_exact = tl.load(p_flag + i_chunk) != 0
-            b_seen = b_state * tl.where(is_exact, 1.0, b_before)
-            b_state = b_state * b_before
+            if BOTH:
+                DO: tl.constexpr = DZ if KEY_COLUMNS else DX
+                o_o = o_z if KEY_COLUMNS else o_x
+                p_pair = p_other + i_chunk * (4 * DO) + (2 * DO if REVERSE else 0)
+                b_other_before = tl.load(p_pair + o_o, mask=o_o < DO, other=0.0)
+                b_other_after = tl.load(p_pair + DO + o_o, mask=o_o < DO, other=0.0)
+                if KEY_COLUMNS:
+                    b_other_before = b_other_before[:, None]
+                    b_other_after = b_other_after[:, None]
+                else:
+                    b_other_before = b_other_before[None, :]
+                    b_other_after = b_other_after[None, :]
+                b_state = b_state * b_before * b_other_before
+                b_seen = b_state
+            else:
+                is_exact = tl.load(p_flag + i_chunk) != 0
+                b_seen = b_state * tl.where(is_exact, 1.0, b_before)
+                b_state = b_state * b_before
             if BORDER == 2:
                 if (i_c % G == G - 1) | (i_c == n_chunks - 1):
                     p_here = p_border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
@@ -296,11 +321,14 @@ def walk(
                     if WEIGHED:
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
-            if KEYED:
+            if KEYED and not BOTH:
                 if is_exact:
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
                         b_score = tl.load(p_within + i_chunk * (C * C) + o_score).to(tl.float32)
+                        if NX > 1:
+                            # these are of all dims of x, and count once
+                            b_score = tl.where(i_x == 0, b_score, 0.0)
                     else:
                         b_score = tl.zeros([C, C], tl.float32)
             if DECAY != "constant":
@@ -320,7 +348,7 @@ def walk(
             else:
                 b_out = b_out * SCALE
             m_write = i_row + o_r < n_rows
-            p_rows = p_out + (i_token * H + i_h) * DZ + o_t[:, None] * (H * DZ) + o_z[None, :]
+            p_rows = p_out + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
             if WHOLE and not PAD_Z:
                 tl.store(p_rows, b_rows)
@@ -334,7 +362,7 @@ def walk(
                 b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
                 b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
                 b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
-                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * NZ + i_z, b_rowdot, mask=m_write)
+                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * (NX * NZ) + i_x * NZ + i_z, b_rowdot, mask=m_write)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
                 i_token = token_of(i_first, n_rows, i_next, FLIP)
@@ -351,6 +379,8 @@ def walk(
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
             if KEYED:
                 b_state = b_state * b_after
+            if BOTH:
+                b_state = b_state * b_other_after
         if not OUTPUT:
             if DECAY == "constant":
                 b_whole = b_whole * b_through
@@ -360,6 +390,8 @@ def walk(
                 b_whole = b_whole * b_before * b_after
             elif DECAY != "none":
                 b_whole = b_whole * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
+            if BOTH:
+                b_whole_row = b_whole_row * tl.reshape(b_other_before * b_other_after, [BZ])
         if BORDER == 1:
             # the state at a group's later end: forward it has just left the group, in reverse it is about to enter it
             if REVERSE:
@@ -387,9 +419,12 @@ def walk(
     else:
         i_segment = i_block.to(tl.int64) * H + i_h
         tl.store(p_last + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
-        if KEY_COLUMNS:
+        if BOTH:
+            tl.store(p_border + i_segment * (DX + DZ) + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+            tl.store(p_border + i_segment * (DX + DZ) + DX + o_z, b_whole_row, mask=(o_z < DZ) & (i_x == 0))
+        elif KEY_COLUMNS:
             tl.store(p_border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
         elif KEY_ROWS:
             tl.store(p_border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
         else:
-            tl.store(p_border + i_segment, b_whole, mask=i_z == 0)
+            tl.store(p_border + i_segment, b_whole, mask=(i_z == 0) & (i_x == 0))
