@@ -135,6 +135,8 @@ def overflows(text, sizes, programs, loaded, blocks=0):
         names = re.findall(NAME, operands)
         if op == "tt.get_program_id":
             known[name] = Range(0, programs - 1)
+        elif op == "tt.get_num_programs":
+            known[name] = Range(programs, programs)
         elif op == "tt.make_range":
             ends = dict(re.findall(r"(end|start) = (-?\d+)", line))
             known[name] = Range(int(ends["start"]), int(ends["end"]) - 1)

@@ -13,6 +13,7 @@ from ejkernel.kernels.attention.triton.tiles import (
     LOG2E,
     at_edge,
     bend,
+    block_of,
     in_sight,
     kept,
     load_bias,
@@ -192,23 +193,9 @@ def query_gradient(
     """
     i_program = tl.program_id(0)
     i_h = i_program % H
+    i_block = block_of(i_program, H, RIGHT)
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
-        i_program // H,
-        tl.num_programs(0) // H,
-        p_cu,
-        p_cu_kv,
-        p_offset,
-        N,
-        apart,
-        S,
-        L,
-        left,
-        right,
-        BM,
-        False,
-        RIGHT,
-        PACKED,
-        OFFSETS,
+        i_block, p_cu, p_cu_kv, p_offset, N, apart, S, L, left, right, BM, False, PACKED, OFFSETS
     )
     if i_first >= n_q:
         return
@@ -349,23 +336,9 @@ def key_gradients(
     i_program = tl.program_id(0)
     i_part = i_program % PARTS
     i_kv = i_program // PARTS % HKV
+    i_block = block_of(i_program, PARTS * HKV, False)
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
-        i_program // (PARTS * HKV),
-        tl.num_programs(0) // (PARTS * HKV),
-        p_cu,
-        p_cu_kv,
-        p_offset,
-        N,
-        apart,
-        S,
-        L,
-        left,
-        right,
-        BN,
-        True,
-        False,
-        PACKED,
-        OFFSETS,
+        i_block, p_cu, p_cu_kv, p_offset, N, apart, S, L, left, right, BN, True, PACKED, OFFSETS
     )
     if i_first >= n_k:
         return

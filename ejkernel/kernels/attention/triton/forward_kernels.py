@@ -10,6 +10,7 @@ from ejkernel.kernels.attention.triton.tiles import (
     LOG2E,
     at_edge,
     bend,
+    block_of,
     in_sight,
     kept,
     load_bias,
@@ -204,23 +205,9 @@ def forward(
     """Output, maximum and log-sum of one block of queries of one head. The longest walks begin first."""
     i_program = tl.program_id(0)
     i_h = i_program % H
+    i_block = block_of(i_program, H, RIGHT)
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(
-        i_program // H,
-        tl.num_programs(0) // H,
-        p_cu,
-        p_cu_kv,
-        p_offset,
-        N,
-        apart,
-        S,
-        L,
-        left,
-        right,
-        BM,
-        False,
-        RIGHT,
-        PACKED,
-        OFFSETS,
+        i_block, p_cu, p_cu_kv, p_offset, N, apart, S, L, left, right, BM, False, PACKED, OFFSETS
     )
     if i_first >= n_q:
         return

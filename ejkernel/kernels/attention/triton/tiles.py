@@ -53,9 +53,17 @@ def sequence_of(i_block, p_cu, N, apart, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def block_of(i_program, HEADS: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Which block of tokens a program has, as one of HEADS; BACKWARDS, the last blocks start first."""
+    i_block = i_program // HEADS
+    if BACKWARDS:
+        i_block = tl.num_programs(0) // HEADS - 1 - i_block
+    return i_block
+
+
+@triton.jit
 def locate(
     i_block,
-    n_blocks,
     p_cu,
     p_cu_kv,
     p_offset,
@@ -67,17 +75,11 @@ def locate(
     right,
     BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr,
-    BACKWARDS: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
 ):
-    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`.
-
-    BACKWARDS, a sequence's last blocks come first.
-    """
+    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`."""
     if PACKED:
-        if BACKWARDS:
-            i_block = n_blocks - 1 - i_block
         i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, apart, BLOCK)
         i_next = tl.minimum(i_n + 1, N)
         q_at = tl.load(p_cu + i_n)
@@ -89,12 +91,9 @@ def locate(
         i_b = i_block * 0
         i_n = tl.minimum(i_n, N - 1)
     else:
-        n_each = tl.cdiv(L if OF_KEYS else S, BLOCK)
-        i_b = i_block // n_each
-        i_first = i_block % n_each
-        if BACKWARDS:
-            i_first = n_each - 1 - i_first
-        i_first = i_first * BLOCK
+        n_blocks = tl.cdiv(L if OF_KEYS else S, BLOCK)
+        i_b = i_block // n_blocks
+        i_first = i_block % n_blocks * BLOCK
         i_n = i_b
         q_at = i_block * 0
         k_at = i_block * 0
