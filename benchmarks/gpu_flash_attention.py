@@ -9,8 +9,9 @@ key head of each result, against float32. What one part finds joins what is in t
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ejkernel._dispatch import PlatformError, explain
 from ejkernel.attention import flash_attention
 
 DIRECTIONS = ("forward", "forward+backward")
+PLATFORMS = ("triton", "cudnn", "xla")
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,13 @@ def chosen(work: Work) -> str:
     return explain(flash_attention, **shapes, **work.options, dtype=None).chosen["cuda"]
 
 
-def times(work: Work) -> list[dict[str, Any]]:
+def times(work: Work, platforms: Sequence[str] = PLATFORMS) -> list[dict[str, Any]]:
     """A row for each direction: times by platform, and whether that of the one that serves it is what was asked for."""
     sets = [inputs(work, seed) for seed in range(8 if work.decodes else 2)]
     rows = []
     for direction, bar in zip(DIRECTIONS[: 1 if work.decodes else 2], work.bars, strict=False):
         row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar, "chosen": chosen(work)}
-        for platform in ("triton", "cudnn", "xla"):
+        for platform in platforms:
             try:
                 row[f"{platform}_ms"] = round(_clocked(program(work, direction, platform), sets, work.decodes), 4)
             except PlatformError:
@@ -288,6 +290,7 @@ def main() -> None:
     parser.add_argument("part", choices=("times", "errors", "flex"))
     parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--platforms", default=",".join(PLATFORMS), help="which to time, with commas between")
     # rows may come after the file too
     arguments = parser.parse_intermixed_args()
     import triton
@@ -298,7 +301,8 @@ def main() -> None:
     if arguments.part == "times":
         versions = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "triton": triton.__version__}
         report = {**versions, "copy_bandwidth_tb_s": round(copy_bandwidth() / 1e12, 3), **report}
-    measure = {"times": times, "errors": errors, "flex": flex}[arguments.part]
+    timed = partial(times, platforms=arguments.platforms.split(","))
+    measure = {"times": timed, "errors": errors, "flex": flex}[arguments.part]
     for work in WORKS:
         if arguments.names and work.name not in arguments.names:
             continue

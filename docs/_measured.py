@@ -124,8 +124,7 @@ def _attention() -> dict[str, dict[str, dict[str, Any]]]:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in _read("flash_attention_h200")["rows"]:
         direction = row["direction"].replace("+", " + ")
-        # cuDNN is what runs wherever it can
-        row = row | {"ms": row.get("cudnn_ms", row["triton_ms"])}
+        row = row | {"ms": row[f"{row['chosen']}_ms"]}
         found.setdefault(row["name"], {})[direction] = row
     return found
 
@@ -136,7 +135,7 @@ def _pytorch() -> Iterator[list[str]]:
         if not all(row.get("flex_ms") for row in rows.values()):
             continue
         times = " / ".join(_times(row["flex_ms"] / row["ms"]) for row in rows.values())
-        runs = "cudnn" if "cudnn_ms" in rows["forward"] else "triton"
+        runs = rows["forward"]["chosen"]
         milliseconds = (_both(rows, name, "{:.2f}") for name in ("ms", "flex_ms"))
         yield [times, call, f"`{runs}`", *milliseconds]
 
@@ -163,10 +162,11 @@ def _bench(name: str) -> Iterator[list[str]]:
 
 
 def _flash() -> Iterator[list[str]]:
-    yield ["call", "Triton, ms", "cuDNN, ms", "flex, ms", "error"]
+    yield ["call", "runs on", "Triton, ms", "cuDNN, ms", "XLA, ms", "flex, ms", "error"]
     columns = {
         "triton_ms": "{:.3f}",
         "cudnn_ms": "{:.3f}",
+        "xla_ms": "{:.2f}",
         "flex_ms": "{:.3f}",
         "largest_error": "{:.1e}",
     }
@@ -175,7 +175,7 @@ def _flash() -> Iterator[list[str]]:
         for name, form in columns.items():
             known = {way: row for way, row in rows.items() if row.get(name)}
             cells.append(_both(known, name, form) if known else "-")
-        yield [call, *cells]
+        yield [call, f"`{rows['forward']['chosen']}`", *cells]
 
 
 def _schedules() -> Iterator[list[str]]:
