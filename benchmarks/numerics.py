@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel
+from benchmarks import delta_rule
 from benchmarks.linear_recurrence import token_scan
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +22,7 @@ START, END = "<!-- tables -->", "<!-- /tables -->"
 # the oracle is not part of the package: it must not share a line with what it judges
 sys.path.insert(0, str(ROOT / "tests"))
 import oracle  # noqa: E402
+from delta_rule_cases import Case as DeltaCase  # noqa: E402
 from linear_attention_cases import GATES  # noqa: E402
 
 TOKENS, HEADS, DIM = 400, 2, 32
@@ -39,6 +41,13 @@ LINEAR = {
     "simple_gla": ("g", (1, TOKENS, HEADS)),
     "recurrent, value gates": ("gv", (1, TOKENS, HEADS, DIM)),
     "retention": ("g_gamma", (HEADS,)),
+}
+
+# of the delta rule: which `beta` and keys, and of its gated forms which gates too
+CORRECTIONS = {
+    "ordinary": "0 to 1, any keys",
+    "replaces": "1, nearly equal keys",
+    "reflects": "2, nearly equal keys",
 }
 
 Arrays = dict[str, Any]
@@ -97,6 +106,67 @@ def results(who: str, gate: str) -> Callable[..., Arrays]:
         return {"output": output, "state": state} | pull((d_output, d_state))[0]
 
     return found
+
+
+def delta_errors(op: str, dtype: Any, regime: str = "", beta: str = "ordinary") -> dict[str, dict[str, float]]:
+    """The same of the delta rule: gates of `regime` if it has any; `beta` and keys as in `CORRECTIONS`."""
+    case = DeltaCase(
+        op,
+        batch=1,
+        tokens=TOKENS,
+        heads=HEADS,
+        own_heads=(HEADS,) * 3,
+        key_dim=DIM,
+        value_dim=DIM,
+        gate=regime or None,
+        per_key=op == "kda",
+        beta=beta,
+        keys="ordinary" if beta == "ordinary" else "nearly equal",
+    )
+    drawn = case.arrays(np.float32)
+    inputs = {name: x.astype(dtype if name in ("query", "key", "value") else np.float32) for name, x in drawn.items()}
+    random = np.random.default_rng(1)
+    d_output = random.normal(size=(1, TOKENS, HEADS, DIM)).astype(dtype)
+    d_state = random.normal(size=(1, HEADS, DIM, DIM)).astype(np.float32)
+    output, state, grads = oracle.delta_rule(**inputs, d_output=d_output, d_final_state=d_state)
+    truth = {"output": output, "state": state} | grads
+    found = {who: delta_results(who, op)(inputs, d_output, d_state) for who in ("ours", "scan")}
+    return {
+        who: {name: error(x, truth[name], pieces=name == "g") for name, x in each.items()}
+        for who, each in found.items()
+    }
+
+
+@functools.cache
+def delta_results(who: str, op: str) -> Callable[..., Arrays]:
+    """Output, state and the gradients of `op`, or of a float32 scan."""
+
+    def scan(x: Arrays) -> tuple[jax.Array, jax.Array]:
+        output, state = delta_rule.token_scan(**{name: each.astype(np.float32) for name, each in x.items()})
+        return output.astype(x["query"].dtype), state
+
+    @jax.jit
+    def found(inputs: Arrays, d_output: jax.Array, d_state: jax.Array) -> Arrays:
+        ours = delta_rule.OPS[op]
+        (output, state), pull = jax.vjp(lambda x: ours(**x) if who == "ours" else scan(x), inputs)
+        return {"output": output, "state": state} | pull((d_output, d_state))[0]
+
+    return found
+
+
+def delta_table(op: str) -> str:
+    columns = {name: name for name in ("output", "state")}
+    columns |= {f"d {name}": name for name in ("query", "key", "value", "beta")}
+    if op == "delta_rule":
+        kinds = [(about, {"beta": beta}) for beta, about in CORRECTIONS.items()]
+    else:
+        kinds = [(f"{regime}: {about}", {"regime": regime}) for regime, about in REGIMES.items()]
+        columns |= {"d gate": "g"}
+    rows = [
+        ([about, np.dtype(dtype).name], delta_errors(op, dtype, **kind))
+        for (about, kind), dtype in itertools.product(kinds, DTYPES)
+    ]
+    return _table(["beta" if op == "delta_rule" else "gates", "dtype"], columns, rows)
 
 
 def error(x: Any, truth: np.ndarray, pieces: bool = False) -> float:
@@ -206,6 +276,8 @@ def tables() -> str:
     parts = [about]
     for op in LINEAR:
         parts.append(f"### {op}\n\n{linear_table(op)}")
+    for op in delta_rule.OPS:
+        parts.append(f"### {op}\n\n{delta_table(op)}")
     parts.append(f"### Softmax attention\n\n{softmax_table()}")
     return "\n\n".join(parts)
 

@@ -15,6 +15,14 @@ def test_float32_is_no_worse_than_a_scan(op):
     assert 0 < max(errors["scan"].values()) < 2e-5
 
 
+def test_delta_rule_in_float32_is_as_exact_as_promised():
+    errors = numerics.delta_errors("gated_delta_rule", np.float32, "mixed")
+    assert set(errors) == {"ours", "scan"}
+    assert set(errors["ours"]) == {"output", "state", "query", "key", "value", "beta", "g"}
+    assert max(errors["ours"].values()) < 1e-5
+    assert 0 < max(errors["scan"].values()) < 2e-5
+
+
 def test_error_is_relative_to_the_largest_number():
     truth = np.array([[1.0, -4.0]])
     assert numerics.error(np.array([[1.0, -3.0]], np.float32), truth) == 0.25
