@@ -78,7 +78,7 @@ def test_packed(case):
     spoilt = [x.at[0, 20].set(jnp.nan) for x in arrays[:4]]
     found = run((*spoilt, *arrays[4:]), cotangents)
     others = np.r_[0:18, 43:50]
-    for name, a, b in zip(NAMES, clean, found, strict=True):
+    for name, a, b in zip(NAMES[: len(clean)], clean, found, strict=True):
         rows = (slice(None), others) if a.shape[1] == 50 else np.array([0, 1, 2, 4])
         np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
     # what would grow beyond all bounds is nothing where there is nothing yet

@@ -279,7 +279,7 @@ def test_step_updates_a_donated_state_in_place():
 
 def test_same_bits_every_time():
     first, second = (results(triton_gpu.run, BASE.call, *make(BASE)) for _ in range(2))
-    for name, a, b in zip(NAMES, first, second, strict=True):
+    for name, a, b in zip(NAMES[: len(first)], first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
@@ -290,7 +290,7 @@ def test_sequences_do_not_touch():
     poisoned = [x if x is None else x.at[0, 125].set(jnp.nan) for x in arrays[:4]]
     spoilt = results(triton_gpu.run, case.call, (*poisoned, *arrays[4:]), cotangents)
     others = np.r_[0:100, 201:310]
-    for name, a, b in zip(NAMES, clean, spoilt, strict=True):
+    for name, a, b in zip(NAMES[: len(clean)], clean, spoilt, strict=True):
         rows = (slice(None), others) if a.shape[1] == 310 else np.array([0, 2])
         np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
 
@@ -318,7 +318,7 @@ def test_vmap(packed):
     mapped = jax.vmap(functools.partial(results, triton_gpu.run, case.call))(stacked, cotangents)
     for i, (arrays, cotangent) in enumerate(cases):
         one = results(triton_gpu.run, case.call, arrays, cotangent)
-        for name, a, b in zip(NAMES, one, mapped, strict=True):
+        for name, a, b in zip(NAMES[: len(one)], one, mapped, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b[i]), err_msg=name)
 
 

@@ -268,7 +268,7 @@ def test_sequences_do_not_touch():
     poisoned = [x if x is None else x.at[0, 25].set(jnp.nan) for x in arrays[:4]]
     spoilt = results(triton_gpu.run, case.call, (*poisoned, *arrays[4:]), cotangents)
     others = np.r_[0:20, 41:64]
-    for name, a, b in zip(NAMES, clean, spoilt, strict=True):
+    for name, a, b in zip(NAMES[: len(clean)], clean, spoilt, strict=True):
         rows = (slice(None), others) if a.shape[1] == 64 else np.array([0, 2])
         np.testing.assert_array_equal(np.asarray(a)[rows], np.asarray(b)[rows], err_msg=name)
 
@@ -313,7 +313,7 @@ def test_vmap(packed):
     mapped = jax.vmap(functools.partial(results, triton_gpu.run, case.call))(stacked, cotangents)
     for i, (arrays, cotangent) in enumerate(cases):
         one = results(triton_gpu.run, case.call, arrays, cotangent)
-        for name, a, b in zip(NAMES, one, mapped, strict=True):
+        for name, a, b in zip(NAMES[: len(one)], one, mapped, strict=True):
             np.testing.assert_allclose(a, b[i], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
