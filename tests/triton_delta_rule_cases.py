@@ -60,7 +60,8 @@ def assert_matches(found, expected, tolerance):
         assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
         assert np.isfinite(got).all(), f"{name}: {np.count_nonzero(~np.isfinite(got))} values are not finite"
         bound = tolerance.get(name, tolerance["other"])
-        error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+        # where nothing is written the keys' gradient is 0, but for the rounding of what cancels
+        error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-6)
         assert error <= bound, f"{name}: error {error:.2e}, allowed {bound:.2e}"
 
 

@@ -33,11 +33,13 @@ def check(case, dtype="bfloat16", seed=0):
     expected = answers(case, arrays, cotangents)
     assert_matches(found, expected, TOLERANCE[dtype])
     if dtype != "float32":
-        # beside the answer's own rounding, that of states, of what they are short of, and of what reads both
+        # beside the answer's own rounding, that of states, of what they are short of, and of what reads both; with key
+        # gates of folded query and key too: five equal errors, which make √5 of one
         rounded = np.asarray(jnp.asarray(expected["output"]).astype(dtype)).astype(np.float64)
         least = np.linalg.norm(rounded - expected["output"])
         error = np.linalg.norm(np.asarray(found["output"]).astype(np.float64) - expected["output"])
-        assert error <= 2 * least, f"output: {error / least:.2f} times the error of rounding"
+        most = 2.4 if case.per_key else 2
+        assert error <= most * least, f"output: {error / least:.2f} times the error of rounding"
 
 
 SHAPES = [
