@@ -72,6 +72,10 @@ CASES = [
     Case("key gates, float32", dtype="float32"),
     Case("head gates, float32", decay="head", dtype="float32"),
     Case("key gates, float32, K = V = 256", dtype="float32", K=256, V=256),
+    Case("head gates, float32, K = V = 256", decay="head", dtype="float32", K=256, V=256),
+    Case("key gates, few tokens, odd heads", T=100, H=3, Hkv=1, K=64, V=128, state=True),
+    Case("head gates, few tokens", decay="head", T=100),
+    Case("constant decay, packed", decay="constant", N=8, state=True),
 ]
 
 

@@ -50,9 +50,11 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> Siz
     """How the call is cut."""
     mine = [x.shape[2] for x in (query, key, value)]
     heads = _heads_at_once(call, mine)
-    chunk = CHUNK
+    wide = max(call.key_dim, call.value_dim) > LANES
+    # float32 products of wide heads leave little room beside them
+    chunk = CHUNK // 2 if wide and call.dtype.itemsize == 4 else CHUNK
     # the smallest VMEM, of 16 MiB, has to hold it twice
-    block = BLOCK * 2 // call.dtype.itemsize * LANES // max(call.key_dim, call.value_dim, LANES)
+    block = BLOCK * 2 // call.dtype.itemsize // (2 if wide else 1)
     if call.packed:
         # each sequence has a block that is partly another's, and is gone through for either
         block = min(block, call.tokens // (4 * call.sequences))
