@@ -10,6 +10,7 @@ are saved by Orbax and restored on a mesh of another shape, which goes on to the
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -77,8 +78,11 @@ def start(parameters, optimizer, mesh):
     return {"parameters": parameters, "optimizer": state}
 
 
-def stepper(graph, optimizer):
-    @jax.jit
+def stepper(graph, optimizer, state):
+    # what comes out lies where it went in; else the second step would be compiled anew
+    places = jax.tree.map(lambda x: x.sharding, state)
+
+    @partial(jax.jit, out_shardings=(places, None), donate_argnums=0)
     def step(state, tokens, targets, cu_seqlens):
         def loss(parameters):
             logits = jax.vmap(nnx.merge(graph, parameters))(tokens, cu_seqlens)
@@ -96,8 +100,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--depth", type=int, default=2)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices; others are what they are
 
@@ -105,10 +109,11 @@ def main():
     meshes = [jax.make_mesh(shape, ("data", "model"), axis_types=auto) for shape in ((4, 2), (2, 4))]
     graph, parameters = nnx.split(Model(arguments.width, arguments.depth, nnx.Rngs(0)))
     optimizer = optax.adamw(3e-3)
-    step = stepper(graph, optimizer)
+    # shapes and places alone, which the checkpoint is read into
+    other = jax.tree.map(ocp.utils.to_shape_dtype_struct, start(parameters, optimizer, meshes[1]))
     rows, half = 8, arguments.steps // 2
 
-    def go_on(state, steps, mesh):
+    def go_on(state, steps, mesh, step):
         losses = []
         for number in steps:
             state, loss = step(state, *batch(number, rows, arguments.tokens, mesh))
@@ -116,14 +121,15 @@ def main():
         return state, losses
 
     with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
-        state, losses = go_on(start(parameters, optimizer, meshes[0]), range(half), meshes[0])
+        state = start(parameters, optimizer, meshes[0])
+        step = stepper(graph, optimizer, state)
+        state, losses = go_on(state, range(half), meshes[0], step)
         checkpointer.save(Path(folder) / "half-way", state)
         checkpointer.wait_until_finished()
-        state, more = go_on(state, range(half, arguments.steps), meshes[0])
-        # only shapes and places of it are asked for
-        other = jax.tree.map(ocp.utils.to_shape_dtype_struct, start(parameters, optimizer, meshes[1]))
+        state, more = go_on(state, range(half, arguments.steps), meshes[0], step)
         restored = checkpointer.restore(Path(folder) / "half-way", other)
-    restored, again = go_on(restored, range(half, arguments.steps), meshes[1])
+    step = stepper(graph, optimizer, restored)
+    restored, again = go_on(restored, range(half, arguments.steps), meshes[1], step)
     for mesh, held in zip(meshes, (state, restored), strict=True):
         kernel = held["parameters"]["blocks"][0]["mixer"]["out"]["kernel"].get_value()
         part = kernel.addressable_shards[0].data.shape

@@ -1,5 +1,6 @@
 """Text with a known entropy: documents that say where people are and ask for it later."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ class Batch:
 
 def batch(seed: int, step: int, tokens: int) -> Batch:
     """The batch of a step, which depends on nothing but these arguments."""
-    documents = list(_documents(np.random.default_rng((seed, step)), tokens))
+    # where there is room for few tokens, documents may be cut shorter than the shortest kind, and be more
+    documents = list(itertools.islice(_documents(np.random.default_rng((seed, step)), tokens), sequences(tokens)))
     stream = "".join(each.text for each in documents).encode()
     borders = np.cumsum([0, *(len(each.text) for each in documents)])
     padded = np.zeros(tokens, np.int32)
