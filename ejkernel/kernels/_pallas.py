@@ -25,7 +25,7 @@ def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arr
     """
     if INTERPRET is not None:
         # an interpreter has effects, which no operation may hide
-        return run(*arrays)
+        return _by_default(run, *arrays)
     shapes = tuple((each.shape, each.dtype) for each in results)
     return _kernel().bind(*arrays, run=run, instead=instead, results=shapes)
 
@@ -51,7 +51,7 @@ def _kernel() -> Any:
 
     @kernel.def_impl
     def _(*arrays: Any, run: Run, instead: Run, results: Any) -> Any:
-        return run(*arrays)
+        return _by_default(run, *arrays)
 
     @kernel.def_abstract_eval
     def _(*avals: Any, run: Run, instead: Run, results: Any) -> Any:
@@ -64,7 +64,7 @@ def _kernel() -> Any:
 
     def lower(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
         chosen = run if _alone(ctx.module_context.axis_context) else instead
-        return mlir.lower_fun(chosen, multiple_results=True)(ctx, *arrays)
+        return mlir.lower_fun(functools.partial(_by_default, chosen), multiple_results=True)(ctx, *arrays)
 
     def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
         platforms = ctx.module_context.platforms
@@ -76,6 +76,12 @@ def _kernel() -> Any:
     mlir.register_lowering(kernel, lower, platform="tpu")
     mlir.register_lowering(kernel, lower_elsewhere)
     return kernel
+
+
+def _by_default(run: Run, *arrays: jax.Array) -> Sequence[jax.Array]:
+    """`run(*arrays)`, in which dtypes and ranks are promoted as JAX does by default, whatever it was told since."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return run(*arrays)
 
 
 def _alone(context: Any) -> bool:

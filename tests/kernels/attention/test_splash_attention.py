@@ -60,5 +60,6 @@ def test_exports_hold_the_kernels(platforms):
     def gradient(x):
         return jax.grad(lambda x: ejkernel.flash_attention(x, x, x, causal=True).astype(jnp.float32).sum())(x)
 
-    exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x)
     assert exported.mlir_module().count("tpu_custom_call") == 3

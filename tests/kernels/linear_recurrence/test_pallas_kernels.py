@@ -125,7 +125,8 @@ def test_exports_hold_the_kernels(monkeypatch, platforms):
     def gradient(x, gate):
         return jax.grad(lambda x: ejkernel.recurrent_gla(x, x, x, gate)[0].astype(jnp.float32).sum())(x)
 
-    exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x, gate)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x, gate)
     assert exported.mlir_module().count("tpu_custom_call") == 2
 
 
