@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ejkernel.layers import GatedLinearAttention
 
-layer = GatedLinearAttention({width}, heads={heads}, convolution=4, rngs=nnx.Rngs(0))
+layer = GatedLinearAttention({width}, heads={heads}, convolution=5, rngs=nnx.Rngs(0))
 
 # training: documents of any length in one stream
 stream = jnp.ones(({tokens}, {width}))

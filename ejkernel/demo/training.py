@@ -48,7 +48,7 @@ class Trained(NamedTuple):
 
 
 def gated_linear_attention(width: int, heads: int, rngs: nnx.Rngs) -> GatedLinearAttention:
-    return GatedLinearAttention(width, heads, key_width=width, convolution=4, rngs=rngs)
+    return GatedLinearAttention(width, heads, key_width=width, convolution=5, rngs=rngs)
 
 
 def build(settings: Settings, mixer: Mixer = gated_linear_attention) -> tuple[Any, Any]:

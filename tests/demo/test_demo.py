@@ -183,8 +183,8 @@ def test_costs_are_of_every_context():
     written, going = generation.generate(SMALL, parameters, b"\nAda: Bonn.\n", (80, 200))
     assert len(written) == 192 and list(going) == [80, 200]
     linear, softmax = generation.costs(going, generation.softmax(SMALL, (80, 200)), rounds=1)
-    # heads, key and value dims, bytes; and four tokens that queries, keys and values are made of
-    state = 2 * 8 * 8 * 4 + 4 * 16 * 4
+    # heads, key and value dims, bytes; and the four tokens before that a query, key and value are made of
+    state = 2 * 8 * 8 * 4 + 4 * 3 * 16 * 4
     assert [(each.context, each.state_bytes) for each in linear] == [(80, state), (200, state)]
     caches = [2 * context * 16 * 4 + 4 for context in (80, 200)]  # keys and values, and how many there are
     assert [(each.context, each.state_bytes) for each in softmax] == list(zip((80, 200), caches, strict=True))
