@@ -38,6 +38,13 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Programs of one file are of no use to the next, and thousands of them are gigabytes."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        gc.collect()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU")

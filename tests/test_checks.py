@@ -492,12 +492,12 @@ REFUSED = [
     ),
     (lambda: _checks.carried(Dims(), "state", None, "H"), TypeError, "state: got NoneType; expected an array"),
     (
-        lambda: _checks.cache_position(Dims(B=3), np.arange(2)),
+        lambda: _checks.position(Dims(B=3), "cache.position", np.arange(2)),
         ValueError,
         "cache.position: got shape (2,); expected [B] with B=3",
     ),
     (
-        lambda: _checks.cache_position(Dims(B=3), np.ones(3)),
+        lambda: _checks.position(Dims(B=3), "cache.position", np.ones(3, np.float32)),
         TypeError,
         "cache.position: got dtype float32; expected an integer dtype",
     ),

@@ -66,7 +66,8 @@ def load(
     graph, state = nnx.split(layer)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     wanted = {path: source for path, source in sources(layer).items() if source is not None}
-    assert wanted.keys() == {path for path, each in parameters.items() if isinstance(each, nnx.Param)}
+    if odd := wanted.keys() ^ {path for path, each in parameters.items() if isinstance(each, nnx.Param)}:
+        raise NotImplementedError(f"{type(layer).__name__} and where its weights come from differ in {sorted(odd)}")
     expected: dict[str, tuple[int, ...]] = {}
     for path, source in wanted.items():
         whole = source.shape(parameters[path].get_value().shape)

@@ -43,7 +43,7 @@ def _options(call: Call) -> str | None:
         "query_offset": call.offset,
         # it comes rounded to the output's dtype, and without a gradient
         "return_lse": call.return_lse,
-        "a softmax_dtype other than float32": call.softmax_dtype != np.float32,
+        "softmax_dtype other than float32": call.softmax_dtype != np.float32,
     }
     return next((f"it has no {option}" for option, asked in lacks.items() if asked), None)
 

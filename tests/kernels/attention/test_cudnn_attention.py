@@ -162,7 +162,7 @@ REFUSED = [
     ({"deterministic": False, "dropout_prob": 0.1, "dropout_rng": shape(2, dtype=jnp.uint32)}, "it has no dropout"),
     ({"query_offset": 3}, "it has no query_offset"),
     ({"return_lse": True}, "it has no return_lse"),
-    ({"softmax_dtype": jnp.bfloat16}, "it has no a softmax_dtype other than float32"),
+    ({"softmax_dtype": jnp.bfloat16}, "it has no softmax_dtype other than float32"),
     ({"sliding_window": 5}, "its sliding_window needs causal"),
     ({"sliding_window": (5, 1)}, "its sliding_window needs causal"),
     ({"causal": True, "key": shape(2, 32, 4, 16), "value": shape(2, 32, 4, 16)}, "causal with 64 queries and 32 keys"),

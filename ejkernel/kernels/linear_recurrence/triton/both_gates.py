@@ -35,8 +35,10 @@ class Folded(NamedTuple):
     @property
     def is_strong(self) -> jax.Array:
         """Whether any gates are too strong to be folded."""
-        assert self.of_keys.flag is not None and self.of_values.flag is not None
-        return (self.of_keys.flag.max() | self.of_values.flag.max()) != 0
+        keys, values = self.of_keys.flag, self.of_values.flag
+        assert keys is not None
+        assert values is not None
+        return (keys.max() | values.max()) != 0
 
 
 def _fold(launcher: Launcher, turned: Launcher, arrays: Any, doutput: jax.Array) -> Folded:
