@@ -1,6 +1,8 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value]
+python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value]]...
+
+One line of JSON a call: the kernels by name, and KiB.
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -64,8 +66,14 @@ def main(capability, dtype, dims, decay):
         jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
 
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
-    print(json.dumps([(name, shared_memory(int(capability), *each)) for name, *each in found]))
+    return [(name, shared_memory(int(capability), *each)) for name, *each in found]
+
+
+def print_each(main):
+    """What `main` finds for every four arguments of the command line."""
+    for case in zip(*[iter(sys.argv[1:])] * 4, strict=True):
+        print(json.dumps(main(*case)), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print_each(main)

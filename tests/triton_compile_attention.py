@@ -3,12 +3,9 @@
 python tests/triton_compile_attention.py CAPABILITY DTYPE DIM KIND
 """
 
-import json
-import sys
-
 import jax
 import jax.numpy as jnp
-from triton_compile import launches, shared_memory
+from triton_compile import launches, print_each, shared_memory
 
 from ejkernel.attention import flash_attention
 
@@ -41,8 +38,8 @@ def program(dtype, dim, kind):
 
 def main(capability, dtype, dim, kind):
     found = launches(int(capability), lambda: program(dtype, int(dim), kind))
-    print(json.dumps([(each[0].fn.__name__, shared_memory(int(capability), *each)) for each in found]))
+    return [(each[0].fn.__name__, shared_memory(int(capability), *each)) for each in found]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print_each(main)

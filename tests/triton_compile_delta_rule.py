@@ -3,19 +3,16 @@
 python tests/triton_compile_delta_rule.py CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY
 """
 
-import json
-import sys
-
 import jax
-from triton_compile import launches, shared_memory
+from triton_compile import launches, print_each, shared_memory
 from triton_delta_rule_cases import compiled_call
 
 
 def main(capability, dtype, dims, decay):
     program = compiled_call(dtype, *map(int, dims.split("x")), decay)
     found = launches(int(capability), lambda: jax.eval_shape(program))
-    print(json.dumps([(each[0].fn.__name__, shared_memory(int(capability), *each)) for each in found]))
+    return [(each[0].fn.__name__, shared_memory(int(capability), *each)) for each in found]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print_each(main)

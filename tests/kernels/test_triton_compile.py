@@ -51,33 +51,31 @@ FEW_ATTENTION = [
 ]
 
 
-def taken(tmp_path, script, *arguments):
-    """Names of the kernels that `script` compiles, and the shared memory that each takes."""
+# a script, its calls, and kernels that any of them has
+SCRIPTS = [
+    ("triton_compile.py", EVERY if THOROUGH else FEW, {"walk"}),
+    ("triton_compile_delta_rule.py", EVERY_DELTA_RULE if THOROUGH else FEW_DELTA_RULE, {"forward", "backward"}),
+    (
+        "triton_compile_attention.py",
+        EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
+        {"query_gradient", "key_gradients"},
+    ),
+]
+# several to a process, which takes a while to start
+BATCHES = [
+    (script, calls[at : at + 8], kernels) for script, calls, kernels in SCRIPTS for at in range(0, len(calls), 8)
+]
+
+
+@pytest.mark.parametrize("script, calls, kernels", BATCHES)
+def test_kernels_fit(script, calls, kernels, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-    command = map(str, [sys.executable, TESTS / script, *arguments])
+    command = map(str, [sys.executable, TESTS / script, *itertools.chain(*calls)])
     # what another run compiled would prove nothing, and tests that interpret leave Triton's variable behind
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=TESTS)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
-
-
-@pytest.mark.parametrize("capability, dtype, dims, decay", EVERY if THOROUGH else FEW)
-def test_kernels_fit(capability, dtype, dims, decay, tmp_path):
-    found = taken(tmp_path, "triton_compile.py", capability, dtype, dims, decay)
-    assert {"walk"} <= {name for name, _ in found}
-    assert all(size <= KIBIBYTES[capability] for _, size in found), found
-
-
-@pytest.mark.parametrize("capability, dtype, dims, decay", EVERY_DELTA_RULE if THOROUGH else FEW_DELTA_RULE)
-def test_delta_rule_kernels_fit(capability, dtype, dims, decay, tmp_path):
-    found = taken(tmp_path, "triton_compile_delta_rule.py", capability, dtype, dims, decay)
-    assert {"forward", "backward"} <= {name for name, _ in found}
-    assert all(size <= KIBIBYTES[capability] for _, size in found), found
-
-
-@pytest.mark.parametrize("capability, dtype, dim, kind", EVERY_ATTENTION if THOROUGH else FEW_ATTENTION)
-def test_attention_kernels_fit(capability, dtype, dim, kind, tmp_path):
-    found = taken(tmp_path, "triton_compile_attention.py", capability, dtype, dim, kind)
-    assert {"query_gradient", "key_gradients"} <= {name for name, _ in found}
-    assert all(size <= KIBIBYTES[capability] for _, size in found), found
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    for call, line in zip(calls, run.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        assert kernels <= {name for name, _ in found}, call
+        assert all(size <= KIBIBYTES[call[0]] for _, size in found), f"{call}: {found}"
