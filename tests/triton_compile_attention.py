@@ -1,6 +1,6 @@
 """Compiles every kernel of a call of attention for a GPU that need not be there, and prints its shared memory.
 
-python tests/triton_compile_attention.py CAPABILITY DTYPE DIM KIND
+python tests/triton_compile_attention.py [CAPABILITY DTYPE DIM KIND]...
 """
 
 import jax
