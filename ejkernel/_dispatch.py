@@ -31,12 +31,14 @@ class Implementation:
         devices: The platforms that JAX can lower it for (`"cpu"`, `"cuda"`, `"tpu"`, …); `None` means all.
         supports: Takes the op's `Call`; says why this implementation cannot serve it, or `None` if it can.
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
+        phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
     """
 
     name: str
     devices: tuple[str, ...] | None
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
+    phases: Any = None
 
 
 def choose(
@@ -64,12 +66,19 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
+    return _run(resolve(implementations, call, platform), call, *arrays)
+
+
+def resolve(
+    implementations: Sequence[Implementation], call: Any, platform: str | None = None
+) -> tuple[tuple[str, Implementation], ...]:
+    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for."""
     chosen = choose(implementations, call, platform)
     if _explaining.get():
         raise _ExplainedError(_explanation(implementations, call, chosen))
     if platform is None:
         _warn_if_slower(implementations, call, chosen)
-    return _run(tuple(chosen.items()), call, *arrays)
+    return tuple(chosen.items())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -146,6 +146,19 @@ def _run(
     normalize: bool,
     platform: str | None,
 ) -> Result:
+    call, operands = bind(arrays, decay, softmax_scale, reverse, normalize)
+    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
+    return (output[0] if arrays.unbatched else output), final_state
+
+
+def bind(
+    arrays: _checks.DeltaRule,
+    decay: Decay,
+    softmax_scale: float | jax.Array | None,
+    reverse: bool,
+    normalize: bool,
+) -> tuple[Call, tuple[jax.Array | None, ...]]:
+    """What the cores are called with."""
     query, key, state = arrays.query, arrays.key, arrays.initial_state
     (B, T, H), K, V = arrays.beta.shape, query.shape[-1], arrays.value.shape[-1]
     # without key dims the output is 0 whatever the scale
@@ -170,9 +183,7 @@ def _run(
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(arrays.query.dtype),
     )
-    operands = query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens
-    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
-    return (output[0] if arrays.unbatched else output), final_state
+    return call, (query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens)
 
 
 def _normalized(x: jax.Array, dtype: np.dtype) -> jax.Array:

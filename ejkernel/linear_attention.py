@@ -80,6 +80,15 @@ def recurrent(
         ((150, 8, 64), (3, 8, 64, 64))
     """
     arrays = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
+    call, operands = bind(arrays, softmax_scale, reverse)
+    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
+    return (output[0] if arrays.unbatched else output), final_state
+
+
+def bind(
+    arrays: _checks.LinearAttention, softmax_scale: float | jax.Array | None, reverse: bool
+) -> tuple[Call, tuple[jax.Array | None, ...]]:
+    """What the cores are called with."""
     B, T, _, K = arrays.query.shape
     H, N = arrays.heads, arrays.sequences
     # without key dims the output is 0 whatever the scale
@@ -109,9 +118,7 @@ def recurrent(
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(dtype),
     )
-    operands = (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
-    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
-    return (output[0] if arrays.unbatched else output), final_state
+    return call, (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
 
 
 def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:

@@ -16,6 +16,11 @@ def like(tree: Any, reference: jax.Array) -> Any:
     return jax.tree.map(lambda x: _mark(x, axes(reference)), tree)
 
 
+def over(x: jax.Array, wanted: frozenset[str]) -> jax.Array:
+    """`x` marked as varying over these mesh axes too."""
+    return _mark(x, wanted)
+
+
 def shape_like(shape: tuple[int, ...], dtype: Any, reference: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape of an array that varies over the axes that `reference` varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(reference).manual_axis_type)

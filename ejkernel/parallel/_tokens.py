@@ -2,10 +2,12 @@
 
 What a slice of the tokens does to a state is to keep some of it and to add a state. Each device finds this effect for
 its slice; the effects, whose size does not depend on the number of tokens, are gathered in one collective, and each
-device composes those before its own into the state that its slice starts from.
+device composes those before its own into the state that its slice starts from. On the way back the cotangents of states
+travel likewise. With the right state at its start and the right cotangent at its end, a slice's work is that of one
+device alone: so the rest is the op's own, in two phases (`kernels._phases`) with the collective between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +18,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _checks, _sharding
+from ejkernel._dispatch import Implementation, resolve
 from ejkernel.kernels import _varying
+from ejkernel.kernels._phases import Phases, of_whole
 
 Arrays = dict[str, Any]
 Result = tuple[jax.Array, jax.Array]
@@ -40,30 +44,39 @@ class Recurrence:
     Attributes:
         per_token: Which arrays have tokens.
         check: Raises what does not fit together.
-        run: The op on one device.
-        effect: What the tokens at hand do to states, in one array, so that one collective carries it: `[N, H, …]`.
+        bind: From what was checked and the options, the static facts of a call and the arrays beside them.
+        implementations: What can run the call.
+        begin: `begin(implementation, call, inputs, cu_seqlens)`: as `Phases.begin`, with the effect of the tokens on
+            states in place of the final states: one array, so that one collective carries it, `[N, H, …]`.
         parts: An effect as what keeps of a state and what is added to it, `[N, H, K, V]`.
-        keep: What is kept of a state.
+        keep: `keep(keeping, state, back)`: what is kept of a state, or `back` of a cotangent.
     """
 
     per_token: tuple[str, ...]
     check: Callable[[Arrays], Checked]
-    run: Callable[..., Result]
-    effect: Callable[[Arrays, Arrays], jax.Array]
+    bind: Callable[..., tuple[Any, tuple[jax.Array | None, ...]]]
+    implementations: tuple[Implementation, ...]
+    begin: Callable[..., tuple[Any, jax.Array]]
     parts: Callable[[jax.Array], tuple[Any, jax.Array]]
-    keep: Callable[[Any, jax.Array], jax.Array]
+    keep: Callable[[Any, jax.Array, bool], jax.Array]
 
 
 def spread(
-    recurrence: Recurrence, arrays: Arrays, options: Arrays, axis: str, mesh: jax.sharding.Mesh | None
+    recurrence: Recurrence,
+    arrays: Arrays,
+    options: Arrays,
+    axis: str,
+    mesh: jax.sharding.Mesh | None,
+    platform: str | None,
 ) -> Result:
     """The call of `recurrence` on these arrays, those that are `None` left out: on slices, or with `mesh` on all."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     if isinstance(options["softmax_scale"], jax.Array | np.ndarray):
         arrays["softmax_scale"] = options["softmax_scale"]
         options = {name: option for name, option in options.items() if name != "softmax_scale"}
+    over = partial(_on_slice, recurrence=recurrence, options=options, axis=axis, platform=platform)
     if mesh is None:
-        return _on_slice(arrays, recurrence, options, axis, _checks.bound_axis(axis))
+        return over(arrays, devices=_checks.bound_axis(axis))
     devices = _checks.mesh_axis(mesh, axis)
     # here, since what a shard_map is given must have the ranks that its specs say
     checked = recurrence.check(arrays)
@@ -74,7 +87,7 @@ def spread(
     sliced = jax.P(axis) if checked.unbatched else jax.P(None, axis)
     specs = {name: sliced if name in recurrence.per_token else jax.P() for name in arrays}
     run = jax.shard_map(
-        partial(_on_slice, recurrence=recurrence, options=options, axis=axis, devices=devices),
+        partial(over, devices=devices),
         mesh=_sharding.as_auto(mesh),
         in_specs=(specs,),
         out_specs=(sliced, jax.P()),
@@ -95,7 +108,9 @@ def _result_specs(spec: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
     return jax.P(*rows, tokens, heads, None), jax.P(None if packed else rows[0], heads, None, None)
 
 
-def _on_slice(arrays: Arrays, recurrence: Recurrence, options: Arrays, axis: str, devices: int) -> Result:
+def _on_slice(
+    arrays: Arrays, recurrence: Recurrence, options: Arrays, axis: str, platform: str | None, devices: int
+) -> Result:
     """The call on this device's slice of the tokens."""
     local, packed = dict(arrays), "cu_seqlens" in arrays
     if packed:
@@ -104,27 +119,137 @@ def _on_slice(arrays: Arrays, recurrence: Recurrence, options: Arrays, axis: str
         borders = _checks.cu_seqlens(local["cu_seqlens"], devices * tokens)
         local["cu_seqlens"] = jnp.clip(borders - (lax.axis_index(axis) * tokens).astype(borders.dtype), 0, tokens)
     recurrence.check(local)
-    initial = local.pop("initial_state", None)
     results = _result_specs(_spec(local), packed)
-    run = partial(_composed, recurrence=recurrence, options=options, axis=axis)
-    return _sharding.partitioned(run, results, local, initial)
+
+    def run(local: Arrays) -> Result:
+        scale = {name: local[name] for name in ("softmax_scale",) if name in local}
+        checked = recurrence.check({name: x for name, x in local.items() if name not in scale})
+        call, operands = recurrence.bind(checked, **scale, **options)
+        chosen = resolve(recurrence.implementations, call, platform)
+        output, final = _run(_Spread(recurrence, chosen, axis), call, *operands)
+        return (output[0] if checked.unbatched else output), final
+
+    return _sharding.partitioned(run, results, local)
 
 
-def _composed(local: Arrays, initial: jax.Array | None, recurrence: Recurrence, options: Arrays, axis: str) -> Result:
+@dataclass(frozen=True)
+class _Spread:
+    """What is known of how a call is spread: by what platforms serve it, and over which axis."""
+
+    recurrence: Recurrence
+    chosen: tuple[tuple[str, Implementation], ...]
+    axis: str
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the caller's `shard_map` keeps a record of what varies."""
+        return self.axis in _varying.axes(lax.axis_index(self.axis))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Those of all devices, `[devices, …]`."""
+        return lax.all_gather(x, self.axis, to="invarying" if self.tracked else "varying")
+
+    def compose(self, start: jax.Array, keeping: Any, added: jax.Array, back: bool, reverse: bool) -> Result:
+        """The last state, and that which this device's slice meets, from the effects of all slices."""
+
+        def visit(state: jax.Array, effect: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            keeping, added = effect
+            return self.recurrence.keep(keeping, state, back) + added, state
+
+        start, effects = _varying.align((start, (keeping, added)))
+        last, met = lax.scan(visit, start, effects, reverse=reverse)
+        return last, lax.dynamic_index_in_dim(met, lax.axis_index(self.axis), keepdims=False)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(spread: _Spread, call: Any, *arrays: jax.Array | None) -> Result:
     """The call on this device's slice, with borders of sequences as they lie in it."""
-    me = lax.axis_index(axis)
-    effect = recurrence.effect(local, options)
-    # without a record of what varies, the gradient of an invariant gather would leave out other devices' parts
-    tracked = axis in _varying.axes(me)
-    effects = lax.all_gather(effect, axis, to="invarying" if tracked else "varying")  # [devices, …]
+    *inputs, initial, cu_seqlens = arrays
+    inputs, cu_seqlens, _ = _varying.align((tuple(inputs), cu_seqlens, lax.axis_index(spread.axis)))
+    if initial is None:
+        initial = jnp.zeros((call.sequences, call.heads, call.key_dim, call.value_dim), call.state_dtype)
+    # what is the same on all devices of the axis varies over other axes as the rest does
+    initial = _varying.over(initial.astype(call.state_dtype), _varying.axes(inputs[0]) - {spread.axis})
+    if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
+        shape = (call.batch, call.tokens, call.heads, call.value_dim)
+        return _varying.like(jnp.zeros(shape, call.dtype), inputs[0]), initial
+    return _composed(spread, call, inputs, cu_seqlens, initial)
 
-    def compose(state: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
-        keeping, added = recurrence.parts(effect)
-        return recurrence.keep(keeping, state) + added, state
 
-    added = recurrence.parts(effect)[1]
-    start = jnp.zeros((), added.dtype) if initial is None else initial.astype(added.dtype)
-    start, effects = _varying.align((jnp.broadcast_to(start, added.shape), effects))
-    final, before = lax.scan(compose, start, effects, reverse=options["reverse"])
-    output, _ = recurrence.run(**local, **options, initial_state=lax.dynamic_index_in_dim(before, me, keepdims=False))
-    return output, final
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _composed(spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Result:
+    return _forward(spread, call, inputs, cu_seqlens, initial)[0]
+
+
+def _forward(
+    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array
+) -> tuple[Result, Any]:
+    def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Any:
+        memory, effect = spread.recurrence.begin(implementation, call, inputs, cu_seqlens)
+        keeping, added = spread.recurrence.parts(spread.gather(effect))
+        final, start = spread.compose(initial, keeping, added, back=False, reverse=call.reverse)
+        output, kept = _phases(implementation).finish(call, inputs, cu_seqlens, memory, start)
+        return (output, final, start, keeping), kept
+
+    branches = {device: partial(run, each) for device, each in spread.chosen}
+    (output, final, start, keeping), kept = _by_platform(branches, inputs, cu_seqlens, initial)
+    return (output, final), (inputs, cu_seqlens, start, keeping, kept)
+
+
+def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, None, jax.Array]:
+    *arrays, kept = residuals
+    d_output, d_final = cotangents
+    if not spread.tracked:
+        # then each device's final state counts as its own
+        d_final = lax.psum(d_final, spread.axis)
+
+    def run(
+        number: int, implementation: Implementation, arrays: Any, kept: Any, d_output: jax.Array, d_final: jax.Array
+    ) -> Any:
+        phases, (inputs, cu_seqlens, start, keeping) = _phases(implementation), arrays
+        given = call, inputs, cu_seqlens, start, kept[number]
+        memory, d_start = phases.begin_back(*given, d_output)
+        d_added = spread.gather(d_start)
+        d_initial, d_end = spread.compose(d_final, keeping, d_added, back=True, reverse=not call.reverse)
+        return (phases.finish_back(*given, memory, (d_output, d_end)), d_initial), ()
+
+    branches = {device: partial(run, i, each) for i, (device, each) in enumerate(spread.chosen)}
+    (d_inputs, d_initial), _ = _by_platform(branches, tuple(arrays), kept, d_output, d_final)
+    if not spread.tracked:
+        # and so does each one's initial state
+        d_initial = jnp.where(lax.axis_index(spread.axis) == 0, d_initial, 0)
+    return d_inputs, None, d_initial
+
+
+_composed.defvjp(_forward, _backward)
+
+
+def _phases(implementation: Implementation) -> Phases:
+    return implementation.phases or of_whole(implementation.run)
+
+
+def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What the branch of the platform gives that is lowered for: what all give, and what each gives on its own.
+
+    The latter are zeros of the others. A choice that is differentiated would be made again on the way back, by a
+    conditional that XLA does not look through; so it is made once in each rule.
+    """
+    if len(branches) == 1:
+        common, own = next(iter(branches.values()))(*arrays)
+        return common, (own,)
+    owns = [jax.eval_shape(branch, *arrays)[1] for branch in branches.values()]
+    shapes = [jax.tree.leaves(own) for own in owns]
+
+    def alike(number: int, branch: Callable[..., Any], *arrays: Any) -> Any:
+        common, own = branch(*arrays)
+        return common, [jax.tree.leaves(own) if i == number else [*map(_zeros, each)] for i, each in enumerate(shapes)]
+
+    filled = {device: partial(alike, i, branch) for i, (device, branch) in enumerate(branches.items())}
+    common, found = lax.platform_dependent(*arrays, **filled)
+    return common, tuple(
+        jax.tree.unflatten(jax.tree.structure(own), each) for own, each in zip(owns, found, strict=True)
+    )
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return _varying.over(jnp.zeros(like.shape, like.dtype), like.manual_axis_type.varying)

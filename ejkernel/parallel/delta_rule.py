@@ -4,7 +4,7 @@ A slice of the tokens multiplies a state by a matrix `[K, K]`: what it makes of 
 one call finds both this and the state that is added, from states `[I, 0]` with values `[0, v]`.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _checks
-from ejkernel.delta_rule import delta_rule as without_gate
-from ejkernel.delta_rule import gated_delta_rule as with_gate_per_head
-from ejkernel.delta_rule import kda as with_gate_per_key
+from ejkernel._dispatch import Implementation
+from ejkernel.delta_rule import bind
+from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
+from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.parallel import _tokens
 from ejkernel.parallel._tokens import Arrays, Result
 
@@ -93,8 +94,8 @@ def _spread(
     platform: str | None = None,
 ) -> Result:
     arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize, "platform": platform}
-    return _tokens.spread(recurrence, arrays, options, axis_name, mesh)
+    options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize}
+    return _tokens.spread(recurrence, arrays, options, axis_name, mesh, platform)
 
 
 def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
@@ -103,14 +104,16 @@ def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
     return _checks.delta_rule(query, key, value, beta, g, gate, initial_state, borders)
 
 
-def _effect(op: Callable[..., Result], arrays: Arrays, options: Arrays) -> jax.Array:
+def _begin(
+    implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
+) -> tuple[None, jax.Array]:
     """The matrix and the added state beside each other, `[N, H, K, K + V]`."""
-    value, H, K = arrays["value"], arrays["beta"].shape[-1], arrays["key"].shape[-1]
-    nothing = jnp.zeros((*value.shape[:-1], K), value.dtype)
-    unit = jnp.eye(K, K + value.shape[-1], dtype=_checks.state_dtype(arrays["query"]))
-    state = jnp.broadcast_to(unit, (H, *unit.shape))
-    given = arrays | {"value": jnp.concatenate([nothing, value], -1), "initial_state": state}
-    return op(**given, **options)[1]
+    query, key, value, *gates = inputs
+    N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
+    wide = replace(call, value_dim=K + V)
+    values = jnp.concatenate([jnp.zeros((*value.shape[:-1], K), value.dtype), value], -1)
+    unit = jnp.broadcast_to(jnp.eye(K, K + V, dtype=call.state_dtype), (N, H, K, K + V))
+    return None, implementation.run(wide, query, key, values, *gates, unit, cu_seqlens)[1]
 
 
 def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,14 +121,16 @@ def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
     return effect[..., :K], effect[..., K:]
 
 
-def _kept(matrix: jax.Array, state: jax.Array) -> jax.Array:
+def _kept(matrix: jax.Array, state: jax.Array, back: bool) -> jax.Array:
+    matrix = matrix.mT if back else matrix
     return jnp.einsum("nhjk,nhkv->nhjv", matrix, state, precision=lax.Precision.HIGHEST)
 
 
-def _recurrence(op: Callable[..., Result], gate: str) -> _tokens.Recurrence:
-    return _tokens.Recurrence(PER_TOKEN, partial(_check, gate), op, partial(_effect, op), _parts, _kept)
+def _recurrence(decay: Decay, gate: str) -> _tokens.Recurrence:
+    check, bound = partial(_check, gate), partial(bind, decay=decay)
+    return _tokens.Recurrence(PER_TOKEN, check, bound, IMPLEMENTATIONS, _begin, _parts, _kept)
 
 
-WITHOUT_GATE = _recurrence(without_gate, "")
-GATE_PER_HEAD = _recurrence(with_gate_per_head, "H")
-GATE_PER_KEY = _recurrence(with_gate_per_key, "H K")
+WITHOUT_GATE = _recurrence("none", "")
+GATE_PER_HEAD = _recurrence("head", "H")
+GATE_PER_KEY = _recurrence("key", "H K")

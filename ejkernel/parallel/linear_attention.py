@@ -1,17 +1,22 @@
 """The gated linear recurrence with its tokens spread over a mesh axis.
 
-A slice of the tokens multiplies a state by a decay. A decay is only ever multiplied by, never divided by.
+A slice of the tokens multiplies a state by a decay. Its logarithm travels, since a huge one must leave zeros alone.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from ejkernel import _checks
-from ejkernel.linear_attention import lightning_decay, retention_decay
-from ejkernel.linear_attention import recurrent as on_one_device
+from ejkernel._dispatch import Implementation
+from ejkernel.kernels._phases import of_whole
+from ejkernel.kernels.chunks.first_gates import decayed
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.linear_attention import bind, lightning_decay, retention_decay
 from ejkernel.parallel import _tokens
 from ejkernel.parallel._tokens import Arrays, Result
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
@@ -70,8 +75,8 @@ def recurrent(
         "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
     }
-    options = {"softmax_scale": softmax_scale, "reverse": reverse, "platform": platform}
-    return _tokens.spread(RECURRENCE, arrays, options, axis_name, mesh)
+    options = {"softmax_scale": softmax_scale, "reverse": reverse}
+    return _tokens.spread(RECURRENCE, arrays, options, axis_name, mesh, platform)
 
 
 def recurrent_gla(
@@ -113,53 +118,55 @@ def _check(arrays: Arrays) -> _checks.LinearAttention:
     return _checks.linear_attention(*map(arrays.get, names))
 
 
-def _effect(arrays: Arrays, options: Arrays) -> jax.Array:
-    """Both decays and the added state: `[N, H, K + 1, V + 1]`."""
-    _, added = on_one_device(**arrays, **options)  # [N, H, K, V]
-    return _packed(*_total_decay(arrays), added)
+def _begin(
+    implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
+) -> tuple[Any, jax.Array]:
+    """Both log decays beside the added state: `[N, H, K + 1, V + 1]`."""
+    phases = implementation.phases or of_whole(implementation.run)
+    memory, added = phases.begin(call, inputs, cu_seqlens)
+    log_decay, value_log_decay = inputs[3:]
+    return memory, _packed(*_log_decays(call, log_decay, value_log_decay, cu_seqlens), added)
 
 
-def _total_decay(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """What a state is multiplied by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
-    unbatched, borders = arrays["query"].ndim == 3, arrays.get("cu_seqlens")
-    tokens, heads = arrays["query"].shape[-3], _checks.heads(arrays["query"], arrays["key"], arrays["value"])
-    dtype = jnp.float64 if arrays["query"].dtype == jnp.float64 else jnp.float32
+def _log_decays(
+    call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None, cu_seqlens: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What a state is decayed by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
 
-    def over_tokens(name: str) -> jax.Array:
-        gate = arrays[name].astype(dtype)
-        if borders is None:
+    def over_tokens(gate: jax.Array | None) -> jax.Array:
+        if gate is None:
+            return jnp.zeros((1, 1, 1), call.state_dtype)
+        gate = (gate[..., None] if gate.ndim == 3 else gate).astype(call.state_dtype)
+        if cu_seqlens is None:
             return gate.sum(1)
-        gate = gate if unbatched else gate[0]
         # by selecting: a sum of products with 0 would carry a NaN from one sequence to all
-        sequence = prepare_sequence_ids(borders, total_tokens=tokens)
-        return jax.ops.segment_sum(gate, sequence, borders.shape[0])[:-1]
+        sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
+        return jax.ops.segment_sum(gate[0], sequence, call.sequences + 1)[:-1]
 
-    total = jnp.zeros((1, heads, 1), dtype)
-    for name in ("g", "gk"):
-        total = total + over_tokens(name) if name in arrays else total
-    if "g_gamma" in arrays:
-        lengths = jnp.full((1, 1), tokens, dtype) if borders is None else prepare_lens(borders)[:, None].astype(dtype)
-        gamma = arrays["g_gamma"].astype(dtype).reshape(-1, heads)
+    if call.decay == "constant" and log_decay is not None:
+        lengths = np.full(1, call.tokens) if cu_seqlens is None else prepare_lens(cu_seqlens)
+        tokens = jnp.asarray(lengths, call.state_dtype)[:, None]
         # no tokens, no decay: 0 · -inf would be NaN
-        total = total + jnp.where(lengths > 0, gamma * lengths, 0)[..., None]
-    value_total = over_tokens("gv") if "gv" in arrays else jnp.zeros((1, heads, 1), dtype)
-    return jnp.exp(total)[..., :, None], jnp.exp(value_total)[..., None, :]
+        total = jnp.where(tokens > 0, log_decay.astype(call.state_dtype) * tokens, 0)[..., None]
+    else:
+        total = over_tokens(log_decay)
+    return total[..., :, None], over_tokens(value_log_decay)[..., None, :]
 
 
 def _packed(decay: jax.Array, value_decay: jax.Array, added: jax.Array) -> jax.Array:
     N, H, K, V = added.shape
     column = jnp.broadcast_to(decay, (N, H, K, 1))
     row = jnp.broadcast_to(value_decay, (N, H, 1, V))
-    return jnp.block([[added, column], [row, jnp.ones((N, H, 1, 1), added.dtype)]])
+    return jnp.block([[added, column], [row, jnp.zeros((N, H, 1, 1), added.dtype)]])
 
 
 def _parts(effect: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     return (effect[..., :-1, -1:], effect[..., -1:, :-1]), effect[..., :-1, :-1]
 
 
-def _kept(decays: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
-    decay, value_decay = decays
-    return decay * value_decay * state
+def _kept(log_decays: tuple[jax.Array, jax.Array], state: jax.Array, back: bool) -> jax.Array:
+    del back  # the same for a state and for a cotangent
+    return decayed(state, *log_decays)
 
 
-RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, on_one_device, _effect, _parts, _kept)
+RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, bind, IMPLEMENTATIONS, _begin, _parts, _kept)

@@ -1,4 +1,9 @@
-"""The walk over chunks, one after the other, that every recurrence takes, and the way back of its gradient."""
+"""The walk over chunks, one after the other, that every recurrence takes, and the way back of its gradient.
+
+`forward` and `backward` do all of it in one loop. Where the states that sequences start from are known late, the same
+is done in parts: what chunks do to any state (`passing_of`, `returning_of`), states through all chunks (`pass_all`),
+and the rest of the chunks' work (`outputs`, `backward` told what they met).
+"""
 
 import functools
 from collections.abc import Callable
@@ -155,20 +160,110 @@ def forward(
         effects = mathematics.effect(chunk(step), einsum)
         advance = functools.partial(mathematics.end, einsum=einsum)
         states, (met, found) = _pass(call, states, step, starts, advance, effects.passing, back=False)
-        output = mathematics.output(effects, rows_first(met), jax.tree.map(rows_first, found), einsum)
-        output = jnp.flip(output, 2) if call.reverse else output
-        output = jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype)
-        output = by_chunk(output, together)  # [chunks, rows, C, H, V]
+        output = _output(call, mathematics, effects, met, found)
         return states, (output, met if keep_states else None)
 
     # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
     # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
     unroll = 1 if keep_states else max(1, 4 // together)
-    # sequences without a chunk end as they begin
-    states = States(jnp.zeros_like(first[:1]), first) if call.packed else States(first, None)
-    states, kept = lax.scan(visit, states, _by_steps(where, together), reverse=call.reverse, unroll=unroll)
+    states, kept = lax.scan(
+        visit, _entered(call, first), _by_steps(where, together), reverse=call.reverse, unroll=unroll
+    )
     pieces, met = _flat(kept)
     return (layout.put_together(call, where, cu_seqlens, pieces), states.final), met
+
+
+def _entered(call: Call, first: jax.Array) -> States:
+    # sequences without a chunk end as they begin
+    return States(jnp.zeros_like(first[:1]), first) if call.packed else States(first, None)
+
+
+def _output(call: Call, mathematics: Mathematics, effects: Any, met: jax.Array, found: Any) -> jax.Array:
+    """What the tokens of a step's chunks read, `[chunks, rows, C, H, V]`."""
+    output = mathematics.output(effects, rows_first(met), jax.tree.map(rows_first, found), einsum_of(call))
+    output = jnp.flip(output, 2) if call.reverse else output
+    return by_chunk(jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype), len(met))
+
+
+def passing_of(call: Call, mathematics: Mathematics, chunk: Callable[[Chunks], Any], where: Chunks) -> Any:
+    """What takes a state through each step's chunks, `[steps, …]`."""
+
+    def visit(step: Chunks) -> Any:
+        return mathematics.effect(chunk(step), einsum_of(call)).passing
+
+    return lax.map(visit, _by_steps(where, layout.together(call)))
+
+
+def returning_of(
+    call: Call,
+    mathematics: Mathematics,
+    chunk: Callable[[Chunks], Any],
+    where: Chunks,
+    met: jax.Array,
+    d_output: jax.Array,
+) -> Any:
+    """What takes the cotangent of a state back through each step's chunks, `[steps, …]`."""
+    einsum = einsum_of(call)
+
+    def visit(step: tuple[Chunks, jax.Array]) -> Any:
+        chunks, met = step
+        said = []
+
+        def mirrored(passing: Any) -> tuple[jax.Array, Any]:
+            said.append(passing)
+            return mathematics.mirror(passing, jnp.zeros_like(rows_first(met)), einsum)
+
+        # of which nothing but what it says is used, so that XLA leaves out the rest
+        mathematics.backward(chunk(chunks), rows_first(met), _d_output(call, chunks, d_output), mirrored, einsum)
+        return said[0]
+
+    return lax.map(visit, _by_steps((where, met), layout.together_backwards(call)))
+
+
+def pass_all(
+    call: Call,
+    mathematics: Mathematics,
+    passing: Any,
+    where: Chunks,
+    starts: jax.Array,
+    back: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+    """The states that sequences end with, and what chunks meet `[chunks, rows, H, K, V]` and find on the way.
+
+    Sequences are entered with `starts [N, H, K, V]`; `back` they are cotangents, on their way to the starts.
+    """
+    together = layout.together_backwards(call) if back else layout.together(call)
+    advance = functools.partial(mathematics.mirror if back else mathematics.end, einsum=einsum_of(call))
+
+    def visit(states: States, step: tuple[Chunks, Any]) -> tuple[States, Any]:
+        return _pass(call, states, step[0], starts, advance, step[1], back)
+
+    steps = _by_steps(where, together), passing
+    states, seen = lax.scan(visit, _entered(call, starts), steps, reverse=call.reverse != back)
+    return states.final, _flat(seen)
+
+
+def outputs(
+    call: Call,
+    mathematics: Mathematics,
+    chunk: Callable[[Chunks], Any],
+    where: Chunks,
+    seen: tuple[jax.Array, Any],
+    cu_seqlens: jax.Array | None,
+) -> jax.Array:
+    """The output, from what chunks meet and what was found on the way."""
+
+    def visit(step: tuple[Chunks, tuple[jax.Array, Any]]) -> jax.Array:
+        chunks, seen = step
+        return _output(call, mathematics, mathematics.effect(chunk(chunks), einsum_of(call)), *seen)
+
+    pieces = lax.map(visit, _by_steps((where, seen), layout.together(call)))
+    return layout.put_together(call, where, cu_seqlens, _flat(pieces))
+
+
+def _d_output(call: Call, chunks: Chunks, d_output: jax.Array) -> jax.Array:
+    """The cotangent of what a step's chunks read, unscaled."""
+    return call.scale * cut(call, chunks, d_output)
 
 
 def backward(
@@ -180,31 +275,36 @@ def backward(
     cu_seqlens: jax.Array | None,
     cotangents: tuple[jax.Array, jax.Array],
     stateful: bool,
+    back: tuple[jax.Array, tuple[jax.Array, Any]] | None = None,
 ) -> tuple[Any, jax.Array]:
     """What `give(chunks, gradients)` makes of all steps, `[chunks, ...]`, and cotangents of the states entered with.
 
-    Those of packed calls are only right if `stateful`: nobody else needs them.
+    Those of packed calls are only right if `stateful`: nobody else needs them. `back` is what `pass_all` gave on the
+    way back, if that is behind us.
     """
     d_output, d_final = cotangents
+    d_entering, seen = (None, None) if back is None else back
     where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together_backwards(call)
 
-    def visit(d_states: States, step: tuple[Chunks, jax.Array]) -> tuple[States, Any]:
-        chunks, met = step
+    def visit(d_states: States, step: Any) -> tuple[States, Any]:
+        chunks, met, known = step
 
         def mirrored(passing: Any) -> tuple[jax.Array, Any]:
             nonlocal d_states
+            if known is not None:
+                return jax.tree.map(rows_first, known)
             advance = functools.partial(mathematics.mirror, einsum=einsum)
-            d_states, seen = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
-            return jax.tree.map(rows_first, seen)
+            d_states, found = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
+            return jax.tree.map(rows_first, found)
 
-        do = call.scale * cut(call, chunks, d_output)
+        do = _d_output(call, chunks, d_output)
         grads = mathematics.backward(chunk(chunks), rows_first(met), do, mirrored, einsum)
         return d_states, give(chunks, grads)
 
     ends = d_final if stateful else None
     d_states = States(jnp.zeros_like(d_final[:1]), ends) if call.packed else States(d_final, None)
-    d_states, given = lax.scan(visit, d_states, _by_steps((where, met), together), reverse=not call.reverse)
-    return _flat(given), d_states.final
+    d_states, given = lax.scan(visit, d_states, _by_steps((where, met, seen), together), reverse=not call.reverse)
+    return _flat(given), d_states.final if d_entering is None else d_entering
 
 
 def heads_last(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,11 +1,19 @@
 """One gated linear recurrence, behind every op that is not softmax attention."""
 
 from ejkernel._dispatch import Implementation
+from ejkernel.kernels._phases import Phases
 from ejkernel.kernels.linear_recurrence import pallas, triton, xla
+from ejkernel.kernels.linear_recurrence.xla import phases
 
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
     Implementation("pallas", ("tpu",), pallas.supports, pallas.run),
     Implementation("triton", ("cuda",), triton.supports, triton.run),
-    Implementation("xla", None, xla.supports, xla.run),
+    Implementation(
+        "xla",
+        None,
+        xla.supports,
+        xla.run,
+        Phases(phases.begin, phases.finish, phases.begin_back, phases.finish_back),
+    ),
 )

@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     initial_state: jax.Array | None
 
 
-def _mathematics(call: Call) -> ModuleType:
+def mathematics(call: Call) -> ModuleType:
     return value_chunk if call.value_decay else one_chunk
 
 
@@ -41,7 +41,7 @@ def initial_states(call: Call, inputs: Inputs) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
 
 
-def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
+def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
     """The states that sequences are entered with, if there are initial ones."""
     if inputs.initial_state is None:
         return None
@@ -54,7 +54,7 @@ def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.A
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, decay, by_value))
 
 
-def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
     """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
     a, b = inputs.log_decay, inputs.value_log_decay
     first = walk.by_token(call, layout.first_visited(call, step))
@@ -71,10 +71,10 @@ def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
 
 def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
     """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
-    starts = _entering(call, inputs, cu_seqlens)
+    starts = entering_states(call, inputs, cu_seqlens)
     first = initial_states(call, inputs._replace(initial_state=starts))
-    chunk = functools.partial(_chunk, call, inputs)
-    return walk.forward(call, _mathematics(call), chunk, starts, first, cu_seqlens, keep_states)
+    chunk = functools.partial(chunk_of, call, inputs)
+    return walk.forward(call, mathematics(call), chunk, starts, first, cu_seqlens, keep_states)
 
 
 def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
@@ -96,6 +96,13 @@ def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[
 
 def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
     inputs, cu_seqlens, met = residuals
+    return gradients(call, inputs, cu_seqlens, met, cotangents), None
+
+
+def gradients(
+    call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, met: jax.Array, cotangents: Results, back: Any = None
+) -> Inputs:
+    """Cotangents of the inputs, where chunks have `met` these states; `back` is as in `walk.backward`."""
     d_output, d_final = cotangents
     d_final = _varying.like(d_final.astype(call.state_dtype), inputs.query)
     constant, stateful = call.decay == "constant", inputs.initial_state is not None
@@ -114,14 +121,13 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
             of_tokens = of_tokens._replace(log_decay=None)
         return jax.tree.map(functools.partial(walk.heads_last, call), tokens, of_tokens), d_gamma
 
-    chunk = functools.partial(_chunk, call, inputs)
+    chunk = functools.partial(chunk_of, call, inputs)
     (pieces, d_gamma), d_entering = walk.backward(
-        call, _mathematics(call), chunk, give, met, cu_seqlens, (d_output, d_final), stateful
+        call, mathematics(call), chunk, give, met, cu_seqlens, (d_output, d_final), stateful, back
     )
     where = layout.chunks(call, cu_seqlens)
     grads = jax.tree.map(functools.partial(layout.put_together, call, where, cu_seqlens), pieces)
-    if constant:
-        gamma = inputs.log_decay
+    if constant and (gamma := inputs.log_decay) is not None:
         if call.packed:
             d_gamma = jnp.zeros_like(d_gamma, shape=gamma.shape).at[where.sequence].add(d_gamma[:, 0])
         else:
@@ -129,17 +135,17 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
         grads = grads._replace(log_decay=d_gamma.astype(gamma.dtype))
     if stateful:
         grads = _through_first_gates(call, inputs, cu_seqlens, grads, d_entering)
-    return grads, None
+    return grads
 
 
 def _through_first_gates(
     call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, grads: Inputs, d_entering: jax.Array
 ) -> Inputs:
-    """`grads` with what `_entering` adds to them."""
+    """`grads` with what `entering_states` adds to them."""
 
     def entering(decay: jax.Array | None, value_decay: jax.Array | None, state: jax.Array) -> jax.Array | None:
         moving = inputs._replace(log_decay=decay, value_log_decay=value_decay, initial_state=state)
-        return _entering(call, moving, cu_seqlens)
+        return entering_states(call, moving, cu_seqlens)
 
     d_decay, d_value_decay, d_state = jax.vjp(entering, *inputs[3:])[1](d_entering)
 
