@@ -3,7 +3,6 @@
 import sys
 from functools import partial
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from ring_checks import PARTS as RING_PARTS
 
 import ejkernel
 from ejkernel import parallel
+from ejkernel.bench import hlo
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto

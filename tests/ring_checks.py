@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from conftest import assert_close
 
 import ejkernel
 from ejkernel import parallel
+from ejkernel.bench import hlo
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto

@@ -1,0 +1,85 @@
+"""Reads off a compiled program what runs in it and how often, loops counted by their turns (XLA's own analysis counts
+one turn of each).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+CALLED = re.compile(r"(?:body|to_apply|calls|computation|branch_computations)=\{?%?([\w.-]+)")
+
+
+def collectives(text: str) -> Counter[tuple[str, int]]:
+    """How often each collective runs in the program and the bytes a device gets by it: `{(kind, bytes): times}`."""
+    found: Counter[tuple[str, int]] = Counter()
+    for line, times, _ in instructions(text):
+        if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
+            found[match[2], _bytes(match[1])[-1]] += times
+    return found
+
+
+def totals(found: Counter[tuple[str, int]]) -> tuple[int, int]:
+    """Number of collectives and bytes of all of them."""
+    return sum(found.values()), sum(size * times for (_, size), times in found.items())
+
+
+def dot_flops(text: str) -> int:
+    """Multiplications and additions of the program's matrix products."""
+    total = 0
+    for line, times, shapes in instructions(text):
+        if match := re.search(
+            r"= (\w+\[[\d,]*\])\S* dot\((?:\w+\[[\d,]*\]\S* )?%?([\w.-]+), .*?lhs_contracting_dims=\{([\d,]*)", line
+        ):
+            left = shapes[match[2]]
+            contracted = [left[int(each)] for each in match[3].split(",") if each]
+            total += 2 * times * math.prod(_dims(match[1])) * math.prod(contracted)
+    return total
+
+
+def instructions(text: str) -> Iterator[tuple[str, int, dict[str, list[int]]]]:
+    """Every instruction that runs, how often, and the dimensions of what is computed beside it, by name."""
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if opening := re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line):
+            bodies[opening[2]] = lines = []
+            entry = opening[2] if opening[1] else entry
+        else:
+            lines.append(line)
+    shapes = {name: _shapes(lines) for name, lines in bodies.items()}
+
+    def visit(name: str, times: int) -> Iterator[tuple[str, int, dict[str, list[int]]]]:
+        for line in bodies[name]:
+            yield line, times, shapes[name]
+            turns = 1
+            if " while(" in line:
+                found = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                # a loop that nobody knows the turns of counts once
+                turns = int(found[1]) if found else 1
+            for inner in CALLED.findall(line):
+                yield from visit(inner, times * turns)
+
+    yield from visit(entry, 1)
+
+
+def _shapes(lines: list[str]) -> dict[str, list[int]]:
+    made = (re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (\w+\[[\d,]*\])", line) for line in lines)
+    return {found[1]: _dims(found[2]) for found in made if found}
+
+
+def _dims(shape: str) -> list[int]:
+    found = SHAPE.search(shape)
+    assert found
+    return [int(each) for each in found[2].split(",") if each]
+
+
+def _bytes(shapes: str) -> list[int]:
+    return [
+        BYTES[kind] * math.prod(map(int, filter(None, dims.split(","))))
+        for kind, dims in SHAPE.findall(shapes)
+        if kind in BYTES
+    ]
