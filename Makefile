@@ -70,6 +70,7 @@ peers: $(VENV)-peers/.peers
 
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.spread_time --json benchmarks/results/spread_time.json
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
 # shows. Half an hour on two cores.

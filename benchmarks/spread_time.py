@@ -53,8 +53,9 @@ def program(name: str, devices: int, gradient: bool) -> tuple[Any, Any]:
     arrays |= {name: np.tanh(abs(arrays[name])) for name in ("beta",) if name in arrays}
     cotangents = random.normal(size=shapes["value"]), random.normal(size=(B, H, K, V))
     time, same = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(None, "time"), jax.P()))
-    given = jax.device_put(arrays, time), tuple(
-        jax.device_put(jnp.float32(x), place) for x, place in zip(cotangents, (time, same), strict=True)
+    given = (
+        jax.device_put(arrays, time),
+        tuple(jax.device_put(jnp.float32(x), place) for x, place in zip(cotangents, (time, same), strict=True)),
     )
     return jax.jit(step if gradient else forward).lower(*given).compile(), given
 

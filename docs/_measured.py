@@ -191,6 +191,22 @@ def _schedules() -> Iterator[list[str]]:
         yield [f"{case}, {kernel}", *(cells.get(chip, "-") for chip in chips)]
 
 
+def _spread_time() -> Iterator[list[str]]:
+    """Work of several devices over that of one, by op."""
+    found: dict[tuple[str, bool], dict[int, Any]] = {}
+    for row in _read("spread_time")["rows"]:
+        by_devices = found.setdefault((row["op"], row["gradient"]), {})
+        by_devices[row["devices"]] = row
+    devices = sorted({number for by in found.values() for number in by})
+    more = [f"{number} (times one)" for number in devices[1:]]
+    yield ["op", "", "one device", *more]
+    for (op, gradient), by in found.items():
+        one, *rest = (by[number] for number in devices)
+        cells = [f"{each['flops']:,} ({each['ratio']:.2f})" for each in rest]
+        what = "forward and backward" if gradient else "forward"
+        yield [f"`{op}`", what, f"{one['flops']:,}", *cells]
+
+
 def _compiled() -> Iterator[list[str]]:
     """Largest temporaries of a case's program, in MiB, by chip."""
     rows = _read("tpu_compiled")["rows"]
@@ -232,6 +248,7 @@ def _layers_versions() -> Iterator[list[str]]:
 
 TABLES = {
     "tpu_schedules": _schedules,
+    "spread_time": _spread_time,
     "tpu_compiled": _compiled,
     "tpu_sharded": _sharded,
     "layers": _layers,

@@ -1,6 +1,8 @@
 """What `test_parallel.py` runs on virtual devices, a part at a time; more are in `mesh_checks.py`, `ring_checks.py`."""
 
+import importlib
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,6 +19,8 @@ from ring_checks import PARTS as RING_PARTS
 import ejkernel
 from ejkernel import parallel
 from ejkernel.bench import hlo
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+from ejkernel.kernels.linear_recurrence.phases import of_walks
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto
@@ -35,19 +39,33 @@ CASES = [
 ]
 
 
+# those of XLA, and of kernels that walk a call as a whole: here XLA's walk stands for theirs, beside another platform's
+XLA = IMPLEMENTATIONS[-1]
+WALKS = replace(XLA, phases=of_walks(XLA.run))
+WHOLE = replace(WALKS, phases=None, devices=("tpu",))
+
+
 def values():
     """Results and gradients are the oracle's."""
     mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
-    spread = partial(parallel.recurrent, axis_name="time", mesh=mesh)
+    module = importlib.import_module("ejkernel.parallel.linear_attention")
+    recurrence = module.RECURRENCE
+    kernels = replace(recurrence, implementations=(WHOLE, WALKS))
     with jax.enable_x64(True):
-        for case in CASES:
+        for case, by in [
+            *((case, recurrence) for case in CASES),
+            *((case, kernels) for case in (CASES[2], *CASES[4:6])),
+        ]:
             arrays = case.arrays()
+            module.RECURRENCE = by
+            spread = partial(parallel.recurrent, axis_name="time", mesh=mesh)
             actual, grads, (d_output, d_final) = with_gradients(spread, arrays, case.options)
             expected = oracle.recurrent(**arrays, **case.options, d_output=d_output, d_final_state=d_final)
             for what, a, e in zip(("output", "final state"), actual, expected[:2], strict=True):
                 assert_close(a, e, 1e-12, f"{case}: {what}")
             for name, e in expected[2].items():
                 assert_close(grads[name], e, 1e-11, f"{case}: gradient of {name}")
+    module.RECURRENCE = recurrence
 
 
 def collectives():

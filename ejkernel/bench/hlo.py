@@ -43,7 +43,8 @@ def dot_flops(text: str) -> int:
 def instructions(text: str) -> Iterator[tuple[str, int, dict[str, list[int]]]]:
     """Every instruction that runs, how often, and the dimensions of what is computed beside it, by name."""
     bodies: dict[str, list[str]] = {}
-    entry, lines = "", []
+    lines: list[str] = []
+    entry = ""
     for line in text.splitlines():
         if opening := re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line):
             bodies[opening[2]] = lines = []

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 Results = tuple[jax.Array, jax.Array]
+Run = Callable[..., Results]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Phases:
 
 
 @functools.cache  # equal ones are the same, so that nothing is traced again
-def of_whole(run: Callable[..., Results]) -> Phases:
+def of_whole(run: Run) -> Phases:
     """The phases of `run(call, *arrays)`, which does everything at once: each is one run of it."""
 
     def begin(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:

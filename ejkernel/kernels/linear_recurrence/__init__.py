@@ -3,12 +3,13 @@
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels._phases import Phases
 from ejkernel.kernels.linear_recurrence import pallas, triton, xla
+from ejkernel.kernels.linear_recurrence.phases import of_walks
 from ejkernel.kernels.linear_recurrence.xla import phases
 
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
-    Implementation("pallas", ("tpu",), pallas.supports, pallas.run),
-    Implementation("triton", ("cuda",), triton.supports, triton.run),
+    Implementation("pallas", ("tpu",), pallas.supports, pallas.run, of_walks(pallas.run)),
+    Implementation("triton", ("cuda",), triton.supports, triton.run, of_walks(triton.run)),
     Implementation(
         "xla",
         None,

@@ -1,0 +1,57 @@
+"""The phases of an implementation that walks a call as a whole: each way, one walk that is for the states alone."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._phases import Phases, Run, of_whole
+from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, entering_states
+from ejkernel.xla_utils.utils import prepare_sequence_ids
+
+
+@cache
+def of_walks(run: Run) -> Phases:
+    """Those of `run`: cotangents of states are the states of a walk the other way, in which queries write.
+
+    So finding them takes a walk forward, a third of what the gradient takes.
+    """
+
+    def begin_back(
+        call: Call,
+        inputs: tuple[Any, ...],
+        cu_seqlens: jax.Array | None,
+        start: jax.Array,
+        kept: Any,
+        d_output: jax.Array,
+    ) -> tuple[None, jax.Array]:
+        query, key, _, log_decay, value_log_decay = inputs
+        # a gate comes before its token's write and so, on the way back, after it
+        if call.decay != "constant":
+            log_decay = _shifted(call, log_decay, cu_seqlens)
+        gates = log_decay, _shifted(call, value_log_decay, cu_seqlens)
+        back = replace(call, reverse=not call.reverse)
+        _, d_entering = run(back, key, query, d_output, *gates, None, cu_seqlens)
+        arrays = Inputs._make((*inputs, call.scale * d_entering))
+        d_start = entering_states(call, arrays, cu_seqlens)
+        assert d_start is not None
+        return None, d_start
+
+    return replace(of_whole(run), begin_back=begin_back)
+
+
+def _shifted(call: Call, gates: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array | None:
+    """Each token's gates `[B, T, …]` become those of the one that is visited after it, in its sequence."""
+    if gates is None:
+        return None
+    shifted = jnp.roll(gates, 1 if call.reverse else -1, 1)
+    token = jnp.arange(call.tokens)
+    last = token == (0 if call.reverse else call.tokens - 1)
+    if cu_seqlens is not None:
+        sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
+        last |= sequence != jnp.roll(sequence, 1 if call.reverse else -1)
+    # whatever another sequence's are, and infinities
+    return jnp.where(last.reshape(1, -1, *(1,) * (gates.ndim - 2)), 0, shifted)
