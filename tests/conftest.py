@@ -1,5 +1,6 @@
 """Shared by all tests: the two precisions, comparison against float64, and how much the property tests draw."""
 
+import functools
 import gc
 import os
 import sys
@@ -43,6 +44,29 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
         gc.collect()
+
+
+def with_room(function, *arguments, **named):
+    """Calls `function` with room for a million words of frames below it.
+
+    Python keeps frames in pieces of 16 kB. Whatever calls others again and again at the end of a piece has the next one
+    mapped and unmapped each time, which took up to half of the time of tests that trace or interpret.
+    """
+    return function(*arguments, **named)
+
+
+# the frame itself takes a little more than half of a piece of 8 MB, which is not touched
+with_room.__code__ = with_room.__code__.replace(co_stacksize=2**19 + 2000)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    function = pyfuncitem.obj
+    pyfuncitem.obj = functools.partial(with_room, function)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = function
 
 
 def pytest_runtest_setup(item):

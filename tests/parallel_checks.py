@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from conftest import assert_close
+from conftest import assert_close, with_room
 from delta_rule_cases import Case as DeltaCase
 from gradients import split, with_gradients
 from linear_attention_cases import Case
@@ -221,4 +221,4 @@ if __name__ == "__main__":
     parts |= MESH_PARTS | RING_PARTS
     for part in sys.argv[1:]:
         print(part, flush=True)  # an error is the last one's
-        parts[part]()
+        with_room(parts[part])

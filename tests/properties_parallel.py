@@ -10,7 +10,7 @@ import numpy as np
 import test_bits
 from attention_cases import Case as SoftmaxCase
 from attention_cases import results_and_gradients
-from conftest import assert_close
+from conftest import assert_close, with_room
 from hypothesis import given
 from hypothesis import strategies as st
 from linear_attention_cases import Case
@@ -121,4 +121,4 @@ if __name__ == "__main__":
     parts = {each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)}
     for part in sys.argv[1:]:
         print(part, flush=True)  # an error is the last one's
-        parts[part]()
+        with_room(parts[part])
