@@ -1,4 +1,4 @@
-"""A recurrence compiled once with its gradients: calls that differ in numbers alone are fed to one program."""
+"""A recurrence compiled once, with its gradients or alone: calls that differ in numbers only are fed to one program."""
 
 import functools
 
@@ -10,8 +10,12 @@ from ejkernel.kernels.chunks import layout, scores, triangular
 
 def with_gradients(op, arrays, options, seed=1):
     """Output, final state and gradients of `op` by `jax.vjp`, with the cotangents that were used."""
-    sizes = (layout.LARGEST_CHUNK, scores.BASE, triangular.BASE)
-    return _compiled(op, tuple(sorted(options.items())), seed, sizes)(*split(arrays))
+    return _compiled(op, tuple(sorted(options.items())), seed, _sizes())(*split(arrays))
+
+
+def without_gradients(op, arrays, options):
+    """Output and final state of `op`."""
+    return _compiled_alone(op, tuple(sorted(options.items())), _sizes())(arrays)
 
 
 def split(arrays):
@@ -20,9 +24,18 @@ def split(arrays):
     return {name: x for name, x in arrays.items() if name not in rest}, rest
 
 
+def _sizes():
+    """What is read while tracing: tests that change it get programs of their own."""
+    return layout.LARGEST_CHUNK, scores.BASE, triangular.BASE
+
+
+@functools.cache
+def _compiled_alone(op, options, sizes):
+    return jax.jit(lambda arrays: op(**arrays, **dict(options)))
+
+
 @functools.cache
 def _compiled(op, options, seed, sizes):
-    """`sizes` are read while tracing: tests that change them get a program of their own."""
 
     @jax.jit
     def run(moving, rest):

@@ -74,7 +74,7 @@ def _shapes(lines: list[str]) -> dict[str, list[int]]:
 
 def _dims(shape: str) -> list[int]:
     found = SHAPE.search(shape)
-    assert found
+    assert found is not None
     return [int(each) for each in found[2].split(",") if each]
 
 
