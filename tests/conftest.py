@@ -46,7 +46,7 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
-def with_room(function, *arguments, **named):
+def with_room(function, /, *arguments, **named):
     """Calls `function` with room for a million words of frames below it.
 
     Python keeps frames in pieces of 16 kB. Whatever calls others again and again at the end of a piece has the next one
