@@ -13,6 +13,8 @@ KINDS = {
     "causal": {"causal": True},
     "window": {"sliding_window": (40, 10), "logits_soft_cap": 20.0, "return_lse": True},
     "packed": {"causal": True, "cu_seqlens": jnp.array([0, 100, 256])},
+    "masked": {},
+    "biased": {"causal": True},
     "pairs": {"deterministic": False, "dropout_prob": 0.1, "dropout_rng": jnp.zeros(2, jnp.uint32)},
     "decoding": {"causal": True, "query_offset": jnp.array([100])},
 }
@@ -23,9 +25,12 @@ def program(dtype, dim, kind):
     queries = 1 if kind == "decoding" else 256
     arrays = {"query": (1, queries, 4, dim), "key": (1, 256, 2, dim), "value": (1, 256, 2, dim)}
     arrays = {name: jnp.zeros(shape, dtype) for name, shape in arrays.items()}
+    if kind == "biased":
+        arrays["bias"] = jnp.zeros((1, 2, 256, 256), dtype)
     if kind == "pairs":
-        arrays |= {"bias": jnp.zeros((1, 2, 256, 256), dtype), "softmax_aux": jnp.zeros((4, 2), dtype)}
-    mask = {"attention_mask": jnp.ones((1, 1, 1, 256), bool)} if kind == "decoding" else {}
+        arrays |= {"bias": jnp.zeros((1, 2, 256, 256), jnp.float32), "softmax_aux": jnp.zeros((4, 2), dtype)}
+    masks = {"decoding": (1, 1, 1, 256), "masked": (1, 4, 256, 256), "pairs": (1, 1, 256, 256)}
+    mask = {"attention_mask": jnp.ones(masks[kind], bool)} if kind in masks else {}
 
     def run(arrays):
         results, pull = jax.vjp(

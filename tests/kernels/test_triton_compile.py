@@ -15,7 +15,7 @@ KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("key", "head", "constant", "none", "none+value", "key+value")
 SMALL = ("1x1", "8x8", "16x16", "24x24", "32x32", "8x128", "128x8", "128x32")
-KINDS = ("causal", "window", "packed", "pairs", "decoding")  # of calls of attention
+KINDS = ("causal", "window", "packed", "masked", "biased", "pairs", "decoding")  # of calls of attention
 EVERY = [
     *itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "512x512"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),

@@ -15,8 +15,8 @@ from jax import Array
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.borrowed import Borrowed, attend
 from ejkernel.kernels.attention.call import Call
-from ejkernel.kernels.attention.inputs import Inputs, heads_last
-from ejkernel.kernels.attention.masks import allowed_pairs, live
+from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import allowed_pairs, live_tokens
 
 BACKEND: Any = "cudnn"  # what `jax.nn.dot_product_attention` calls it
 HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -118,9 +118,7 @@ def _direct(call: Call, inputs: Inputs) -> Array:
     if pairs is not None:
         allowed = allowed_pairs(call, pairs)
         assert allowed is not None
-        alive, seen = live(allowed)
-        alive = jnp.broadcast_to(alive, (call.batch, call.kv_heads, call.groups, call.queries, 1))
-        alive, seen = heads_last(call, alive), seen.swapaxes(1, 2)
+        alive, seen = live_tokens(call, allowed)
         query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
         if bias is not None:
             bias = _near_zero(bias, allowed.reshape(bias.shape))

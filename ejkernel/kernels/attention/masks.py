@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import heads_last
 
 
 def by_group(call: Call, x: Array, axis: int) -> Array:
@@ -29,6 +30,13 @@ def allowed_pairs(call: Call, mask: Array | None) -> Array | None:
 def live(allowed: Array) -> tuple[Array, Array]:
     """Queries that may attend somewhere `[B, Hkv, G, S, 1]`, and keys that someone may attend to `[B, Hkv, L, 1]`."""
     return allowed.any(-1, keepdims=True), allowed.any((2, 3))[..., None]
+
+
+def live_tokens(call: Call, allowed: Array) -> tuple[Array, Array]:
+    """The same with heads last, as the arrays are: `[B, S, H, 1]`, and what broadcasts to `[B, L, Hkv, 1]`."""
+    alive, seen = live(allowed)
+    alive = jnp.broadcast_to(alive, (call.batch, call.kv_heads, call.groups, call.queries, 1))
+    return heads_last(call, alive), seen.swapaxes(1, 2)
 
 
 def live_by_position(call: Call) -> tuple[Array, Array] | None:

@@ -35,8 +35,9 @@ SMALL = {
     plan.PACKED: Config(JOINED, JOINED, JOINED, TILE, TILE),
     plan.SHORT: Config(TILE, TILE, JOINED, TILE, TILE),
     plan.LONG: Config(TILE, TILE, TILE, TILE, TILE, apart=True),
-    # which mix their stages anyway
-    plan.PAIRS: Config(JOINED, JOINED, JOINED, TILE, TILE),
+    plan.MASKED: Config(JOINED, TILE, JOINED, TILE, TILE),
+    plan.BIASED: Config(JOINED, JOINED, TILE, TILE, TILE),
+    plan.BIASED_WIDE: Config(TILE, JOINED, TILE, TILE, TILE, apart=True),
 }
 # one tile would hold all of these, and the one above has already seen what they differ in
 SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
@@ -89,12 +90,14 @@ def test_half_precision(case, dtype, monkeypatch):
         assert_close(one, other, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (2, 2, 20, 1), (2, 4, 1, 1), (1, 4, 20, 40)], ids=str)
-def test_bias_gradient_of_every_form(shape):
+@pytest.mark.parametrize("shape", [(1, 1, 1, 48), (2, 2, 20, 1), (2, 4, 1, 1), (1, 4, 20, 48)], ids=str)
+def test_mask_and_bias_of_every_form(shape):
+    """Rows that begin where wide loads can, as they are; the others' are padded."""
     # without sinks a bias that is the same for all keys has no gradient
-    case = Case("", queries=20, keys=40, heads=4, kv_heads=2, sink_shape=(2,), options={"sliding_window": (30, 9)})
-    arrays = {**case.arrays(np.float32), "bias": np.random.default_rng(3).normal(size=shape).astype(np.float32)}
-    check(flash(case, return_lse=True), expected(case), arrays, 3e-6, 2e-5)
+    case = Case("", queries=20, keys=48, heads=4, kv_heads=2, sink_shape=(2,), options={"sliding_window": (30, 9)})
+    random = np.random.default_rng(3)
+    pairs = {"bias": random.normal(size=shape).astype(np.float32), "attention_mask": random.random(shape) < 0.8}
+    check(flash(case, return_lse=True), expected(case), case.arrays(np.float32) | pairs, 3e-6, 2e-5)
 
 
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
@@ -168,10 +171,13 @@ def test_padding_leaves_sinks_alone():
     assert np.isfinite(clean).all()
 
 
-def test_what_no_mask_lets_be_seen_has_no_effect_even_if_it_is_nan():
+@pytest.mark.parametrize("queries", [40, 3], ids=["blocks", "decoding"])
+def test_what_no_mask_lets_be_seen_has_no_effect_even_if_it_is_nan(queries, monkeypatch):
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if queries == 3 else 0)
     query, key, value, d_output = np.random.default_rng(0).normal(size=(4, 1, 40, 2, 4)).astype(np.float32)
-    mask = np.zeros((1, 1, 40, 40), bool)
-    mask[..., :30, :35] = True
+    query, d_output, last = query[:, :queries].copy(), d_output[:, :queries].copy(), queries * 3 // 4
+    mask = np.zeros((1, 1, queries, 40), bool)
+    mask[..., :last, :35] = True
     case = Case("")
 
     def run():
@@ -179,7 +185,7 @@ def test_what_no_mask_lets_be_seen_has_no_effect_even_if_it_is_nan():
         return jax.tree.leaves(with_gradients(flash(case), arrays, d_output))
 
     clean = run()
-    query[:, 30:], d_output[:, 30:], key[:, 35:], value[:, 35:] = np.nan, np.nan, np.inf, np.nan
+    query[:, last:], d_output[:, last:], key[:, 35:], value[:, 35:] = np.nan, np.nan, np.inf, np.nan
     for before, after in zip(clean, run(), strict=True):
         np.testing.assert_array_equal(before, after)
 
@@ -354,7 +360,11 @@ def test_supports_says_why(arguments, reason, x64):
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize(
     "wide, walk",
-    [(False, plan.LONG), (False, plan.SHORT), (False, plan.PACKED), (False, plan.PAIRS), (True, plan.LONG)],
+    [
+        *((False, each) for each in (plan.LONG, plan.SHORT, plan.PACKED)),
+        *((False, each) for each in (plan.MASKED, plan.BIASED, plan.BIASED_WIDE)),
+        (True, plan.LONG),
+    ],
 )
 def test_configurations_are_whole(monkeypatch, capability, dim, wide, walk):
     monkeypatch.undo()

@@ -61,7 +61,10 @@ def arrays_of(case, dtype):
 
 def check(case, key_dim, value_dim, dtype):
     case = scaled(case, 5, key_dim=key_dim, value_dim=value_dim)
-    moving, fixed, cotangents = arrays_of(case, dtype)
+    check_arrays(case, dtype, *arrays_of(case, dtype))
+
+
+def check_arrays(case, dtype, moving, fixed, cotangents):
     output, lse, gradients = exact(case, moving | fixed, *cotangents)
     # the gradient of a log-sum-exp that is not there is no one's
     cotangents = cotangents[0], np.where(np.isfinite(lse), cotangents[1], 0)
@@ -82,6 +85,46 @@ def check(case, key_dim, value_dim, dtype):
 @pytest.mark.parametrize("case, key_dim, value_dim, dtype", EVERY, ids=lambda x: str(x))
 def test_matches_float64(case, key_dim, value_dim, dtype):
     check(case, key_dim, value_dim, dtype)
+
+
+# Shapes of a mask and a bias, and the bias' dtype; of queries and keys, 1 or all.
+PAIRS = {
+    "mask": ((2, 1, "S", "L"), None, None),
+    "mask of keys": ((2, 1, 1, "L"), None, None),
+    "mask of queries": ((1, 4, "S", 1), None, None),
+    "bias": (None, (1, 4, "S", "L"), "bfloat16"),
+    "bias of keys": (None, (1, 4, 1, "L"), "float32"),
+    "both": ((1, 2, "S", "L"), (2, 1, "S", "L"), "float32"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, key_dim, value_dim, dtype",
+    [
+        *((kind, 128, 128, "bfloat16") for kind in PAIRS),
+        *(
+            (kind, *dims, "bfloat16")
+            for kind in ("mask", "bias", "both")
+            for dims in ((64, 64), (192, 128), (256, 256))
+        ),
+        ("both", 64, 64, "float32"),
+        ("both", 128, 128, "float16"),
+    ],
+)
+def test_masks_and_biases(kind, key_dim, value_dim, dtype):
+    """Of keys whose rows begin where wide loads can, and of others; few queries are decoded, by one kernel more."""
+    mask, bias, bias_dtype = PAIRS[kind]
+    random = np.random.default_rng(5)
+    for queries, keys in ((200, 384), (200, 331), (3, 384)):
+        case = Case("", queries=queries, keys=keys, **GROUPED, key_dim=key_dim, value_dim=value_dim)
+        case = replace(case, options={"sliding_window": (300, 150)}, sink_shape=(4, 1))
+        moving, fixed, cotangents = arrays_of(case, dtype)
+        sizes = {"S": queries, "L": keys}
+        if mask:
+            fixed["attention_mask"] = random.random([sizes.get(each, each) for each in mask]) < 0.8
+        if bias:
+            moving["bias"] = random.normal(size=[sizes.get(each, each) for each in bias]).astype(jnp.dtype(bias_dtype))
+        check_arrays(case, dtype, moving, fixed, cotangents)
 
 
 def test_equal_bits_every_time():

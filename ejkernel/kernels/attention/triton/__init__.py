@@ -40,6 +40,9 @@ def run(call: Call, *arrays: Array | None) -> Any:
     dtype = operand_dtype(call)
     query, key, value = (each.astype(dtype) for each in inputs[:3])
     words = None if inputs.dropout_key is None else jnp.stack(dropout.words(inputs.dropout_key))
-    output, lse = attend(call, inputs._replace(query=query, key=key, value=value, dropout_key=words))
+    inputs = inputs._replace(query=query, key=key, value=value, dropout_key=words)
+    if inputs.bias is not None and inputs.bias.dtype == jnp.float64:
+        inputs = inputs._replace(bias=inputs.bias.astype(jnp.float32))  # as wide as the scores it is added to
+    output, lse = attend(call, inputs)
     output = output.astype(call.dtype)
     return (output, lse) if call.return_lse else output

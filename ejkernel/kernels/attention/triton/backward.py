@@ -7,6 +7,7 @@ from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import by_group, live_tokens
 from ejkernel.kernels.attention.triton.launcher import Launcher, device
 from ejkernel.kernels.attention.triton.plan import FILL, ROWS, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
@@ -38,6 +39,11 @@ def backward(
 
     `d_lse` is `[B, H, S]`.
     """
+    if inputs.mask is not None:
+        # as in the forward pass, and of these no gradient that another has is a product
+        alive, seen = live_tokens(call, by_group(call, inputs.mask, 1))
+        inputs = inputs._replace(query=jnp.where(alive, inputs.query, 0), key=jnp.where(seen, inputs.key, 0))
+        d_output = jnp.where(alive, d_output, 0)
     launcher = Launcher.of(call, plan, inputs)
     output, top, total = results
     dtype, rows = inputs.query.dtype, launcher.like(*top.shape)
@@ -112,13 +118,13 @@ def _bias(launcher: Launcher, rows: tuple[Array, Array, Array], d_output: Array)
         *launcher.tokens,
         *(start, stop, *rows, d_output),
         *(call.batch, call.queries, call.keys),
-        outputs=[launcher.like(parts, *inputs.bias.shape)],
+        outputs=[launcher.like(parts, *inputs.bias.shape, dtype=inputs.bias.dtype if parts == 1 else jnp.float32)],
         programs=programs * parts,
         tile=tile,
         PARTS=parts,
         BOUNDS_BY_ROW=start.shape[0] > 1,
     )
-    return _summed(found)
+    return _summed(found)[..., : call.keys]
 
 
 def _summed(parts: Array) -> Array:

@@ -168,7 +168,6 @@ def query_gradient(
     BN: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    MIXED: tl.constexpr,
     JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -231,8 +230,8 @@ def query_gradient(
     b_flow = tl.zeros([BM], tl.float32)
     o_i = i_first + o_m
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, MIXED or JOINED):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
+        if walked(STAGE, LEFT, JOINED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, JOINED)
             for i_k in range(i_from, i_to, BN):
                 WHOLE: tl.constexpr = STAGE == ALL
                 o_j = i_k + o_n
@@ -244,7 +243,7 @@ def query_gradient(
                 m_there = m_i[:, None] & m_j[None, :]
                 b_bias = 0.0
                 if BIAS:
-                    b_bias = load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
+                    b_bias = load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], L, BIAS)
                 if LEAST:
                     m_kept = kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST)
                     b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
@@ -252,12 +251,10 @@ def query_gradient(
                 b_ds = (b_dp - b_mean[:, None]) * b_slope
                 # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
                 if MASK:
-                    m_pair = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
-                    m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
-                    b_k = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_k, 0.0)
+                    m_pair = load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], L, MASK) != 0
                     b_p = tl.where(m_pair, b_p, 0.0)
                     b_ds = tl.where(m_pair, b_ds, 0.0)
-                elif not WHOLE:
+                if not WHOLE:
                     if not JOINED or at_edge(i_k, all_start, all_stop):
                         m_seen = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
                         b_p = tl.where(m_seen, b_p, 0.0)
@@ -311,7 +308,6 @@ def key_gradients(
     OF_VALUE: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    MIXED: tl.constexpr,
     JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -364,8 +360,8 @@ def key_gradients(
         i_h = (i_kv * PARTS + i_part) * G + i_g
         stats = (i_b * H + i_h).to(tl.int64) * S + q_at
         for STAGE in tl.static_range(3):
-            if walked(STAGE, RIGHT, MIXED or JOINED):
-                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
+            if walked(STAGE, RIGHT, JOINED):
+                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, JOINED)
                 for i_q in range(i_from, i_to, BM):
                     WHOLE: tl.constexpr = STAGE == ALL
                     o_i = i_q + o_m
@@ -399,7 +395,7 @@ def key_gradients(
                     b_bias = 0.0
                     if BIAS:
                         o_bias = pair_rows(i_b, i_h, q_at + o_i, S, L, H, BIAS_HEADS, BIAS)
-                        b_bias = load_bias(p_bias, o_bias[None, :], k_at + o_j[:, None], m_there, BIAS)
+                        b_bias = load_bias(p_bias, o_bias[None, :], k_at + o_j[:, None], L, BIAS)
                     if LEAST:
                         o_draw = (stats + o_i).to(tl.uint32)[None, :]
                         m_kept = kept(p_words, o_draw, (k_at + o_j).to(tl.uint32)[:, None], LEAST)
@@ -408,15 +404,11 @@ def key_gradients(
                     b_ds = (b_dp - b_mean) * b_slope
                     # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
                     if MASK:
-                        m_pair = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
                         o_mask = pair_rows(i_b, i_h, q_at + o_i, S, L, H, MASK_HEADS, MASK)
-                        m_pair &= load_pairs(p_mask, o_mask[None, :], k_at + o_j[:, None], m_there, MASK) != 0
-                        m_any = tl.max(m_pair.to(tl.int32), 0)[:, None] > 0
-                        b_q = tl.where(m_any, b_q, 0.0)
-                        b_do = tl.where(m_any, b_do, 0.0)
+                        m_pair = load_pairs(p_mask, o_mask[None, :], k_at + o_j[:, None], L, MASK) != 0
                         b_p = tl.where(m_pair, b_p, 0.0)
                         b_ds = tl.where(m_pair, b_ds, 0.0)
-                    elif not WHOLE:
+                    if not WHOLE:
                         if not JOINED or at_edge(i_q, all_start, all_stop):
                             m_seen = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, LEFT, RIGHT)
                             b_p = tl.where(m_seen, b_p, 0.0)

@@ -94,12 +94,12 @@ def attend_part(
         i_from,
         i_to,
         o_token,
-        m_i,
         o_mask,
         o_bias,
         o_draw,
         i_b.to(tl.int64) * L,
         i_b * 0,
+        L,
         low,
         high,
         lowest,
@@ -124,6 +124,7 @@ def attend_part(
         PRECISION,
         False,
         False,
+        True,
     )
     o_out = o_row * PARTS + i_part
     tl.store(p_sum + o_out[:, None] * DV + o_dv[None, :], b_sum, mask=m_i[:, None] & (o_dv[None, :] < DV))

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import by_group, live_tokens
 from ejkernel.kernels.attention.triton.launcher import Launcher, device
 from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
 
@@ -15,9 +17,13 @@ def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array
 
     With a bias these are the maximum and the log of what is left; 0 and -inf stand for no denominator.
     """
-    launcher = Launcher.of(call, plan, inputs)
     if plan.decoding_parts:
-        return _decode(launcher)
+        return _decode(Launcher.of(call, plan, inputs))
+    if inputs.mask is not None:
+        # what the mask hides must not matter even if it is NaN, and 0 · NaN would let it
+        _, seen = live_tokens(call, by_group(call, inputs.mask, 1))
+        inputs = inputs._replace(value=jnp.where(seen, inputs.value, 0))
+    launcher = Launcher.of(call, plan, inputs)
     tile = plan.config.forward
     return launcher.launch(
         device("forward").forward,

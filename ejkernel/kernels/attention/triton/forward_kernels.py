@@ -38,12 +38,12 @@ def absorb(
     i_from,
     i_to,
     o_i,
-    m_i,
     o_mask,
     o_bias,
     o_draw,
     k_row,
     k_at,
+    L,
     low,
     high,
     lowest,
@@ -68,11 +68,12 @@ def absorb(
     PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,
     JOINED: tl.constexpr,
+    GUARDED: tl.constexpr,
 ):
     """The running maximum, sum of weights and sum of weighted values, with keys `i_from … i_to` added.
 
-    With WHOLE every row sees every one of these keys, with JOINED those from `all_start` to `all_stop`. `o_i` are the
-    positions of the rows' queries.
+    With WHOLE every row sees every one of these keys, with JOINED those from `all_start` to `all_stop`, as far as
+    position goes. `o_i` are the positions of the rows' queries. GUARDED, values that a mask hides may be NaN.
     """
     FACTOR: tl.constexpr = SCALE * LOG2E if LINEAR else 1.0
     o_n = tl.arange(0, BN)
@@ -84,20 +85,18 @@ def absorb(
         b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, HKV * D, D, BD != D, WHOLE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_s, _ = bend(b_s, SCALE, CAP, LINEAR, FAST)
-        m_there = m_i[:, None] & m_j[None, :]
         if BIAS:
-            b_s += load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], m_there, BIAS)
+            b_s += load_bias(p_bias, o_bias[:, None], k_at + o_j[None, :], L, BIAS)
         if MASK:
-            m_pair = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
-            m_pair &= load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], m_there, MASK) != 0
+            m_pair = load_pairs(p_mask, o_mask[:, None], k_at + o_j[None, :], L, MASK) != 0
             b_s = tl.where(m_pair, b_s, float("-inf"))
-        elif not WHOLE:
+        if not WHOLE:
             if not JOINED or at_edge(i_k, all_start, all_stop):
                 m_seen = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, LEFT, RIGHT)
                 b_s = tl.where(m_seen, b_s, float("-inf"))
         b_new = tl.maximum(b_top, tl.max(b_s, 1) * FACTOR)
         b_base = b_new
-        if not WHOLE:
+        if MASK or BIAS or not WHOLE:
             b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.exp2(b_s * FACTOR - b_base[:, None])
         b_shrink = tl.exp2(b_top - b_base)
@@ -106,7 +105,7 @@ def absorb(
         if LEAST:
             b_p = tl.where(kept(p_words, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], LEAST), b_p, 0.0)
         b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, WHOLE)
-        if MASK:
+        if MASK and GUARDED:
             # a value that none of the rows may attend to must not matter even if it is NaN, and 0 · NaN would let it
             b_v = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_v, 0.0)
         b_sum = tl.dot(b_p.to(b_v.dtype), b_v, b_sum * b_shrink[:, None], input_precision=PRECISION)
@@ -183,7 +182,6 @@ def forward(
     BN: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    MIXED: tl.constexpr,
     JOINED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -239,8 +237,8 @@ def forward(
     b_sum = tl.zeros([BM, BDV], tl.float32)
     o_i = i_first + o_m
     for STAGE in tl.static_range(3):
-        if walked(STAGE, LEFT, MIXED or JOINED):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, MIXED or JOINED)
+        if walked(STAGE, LEFT, JOINED):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, JOINED)
             b_top, b_total, b_sum = absorb(
                 b_top,
                 b_total,
@@ -254,12 +252,12 @@ def forward(
                 i_from,
                 i_to,
                 o_i,
-                m_i,
                 o_mask,
                 o_bias,
                 o_draw,
                 k_row,
                 k_at,
+                L,
                 low,
                 high,
                 lowest,
@@ -284,6 +282,7 @@ def forward(
                 PRECISION,
                 STAGE == ALL,
                 JOINED,
+                False,
             )
     b_out, b_top, b_total = finish(b_top, b_total, b_sum, p_sinks, i_h, H, SINK_HEADS, SINKS, BSINKS, SHARE, BIAS > 0)
     m_out = m_i[:, None] & (o_dv[None, :] < DV)

@@ -21,6 +21,7 @@ LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
 # as in `tiles`
 _WAYS = 64
+_ALIGNED = 16
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
@@ -37,6 +38,13 @@ def device(name: str) -> Any:
     return importlib.import_module(DEVICE[name])
 
 
+def _aligned(pairs: Array | None) -> Array | None:
+    """A mask or a bias whose rows begin where wide loads can: byte by byte, they would take most of the time."""
+    if pairs is None or pairs.shape[3] == 1:
+        return pairs
+    return jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), (0, -pairs.shape[3] % _ALIGNED)))
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One call on its way to the device."""
@@ -49,6 +57,7 @@ class Launcher:
     @staticmethod
     def of(call: Call, plan: Plan, inputs: Inputs) -> "Launcher":
         cu, cu_kv = (None if each is None else each.astype(jnp.int32) for each in inputs[7:9])
+        inputs = inputs._replace(mask=_aligned(inputs.mask), bias=_aligned(inputs.bias))
         return Launcher(call, plan, inputs, (cu, cu_kv))
 
     @property
@@ -109,9 +118,7 @@ class Launcher:
             "BN": tile.keys,
             "PACKED": call.sequences is not None,
             "OFFSETS": 0 if offset is None else min(offset.shape[0], 2),
-            # a mask or a bias makes every tile an edge
-            "MIXED": bool(mask or bias),
-            "JOINED": tile.joined and not (mask or bias),
+            "JOINED": tile.joined,
             "LEFT": call.left is not None,
             "RIGHT": call.right is not None,
             "MASK": mask,

@@ -100,10 +100,12 @@ _FULL = {  # float32, whose products take three passes and twice the memory
 }
 # Two small programs a multiprocessor, one of which computes while the other waits: faster where walks are short, or
 # where there is more to do to a score.
-PACKED, SHORT, LONG, PAIRS = "packed", "short", "long", "pairs"
+PACKED, SHORT, LONG = "packed", "short", "long"
+# Tiles of a mask or a bias wait in shared memory with those of keys; of a bias in float32, fewer find room.
+MASKED, BIASED, BIASED_WIDE = "masked", "biased", "biased, in float32"
 _BY_WALK: dict[tuple[str | int, int, str], Config] = {
     (LARGE, 256, PACKED): Config(
-        Tile(64, 64, 4, 3, joined=True),
+        Tile(64, 32, 4, 3, joined=True),
         Tile(64, 64, 4, 2, joined=True),
         Tile(32, 64, 4, 3, joined=True),
         Tile(64, 64, 4, 1),
@@ -111,6 +113,68 @@ _BY_WALK: dict[tuple[str | int, int, str], Config] = {
     ),
     (LARGE, 256, SHORT): Config(
         Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
+    ),
+    (LARGE, 128, MASKED): Config(
+        Tile(128, 64, 8, 3, joined=True),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 1),
+        Tile(16, 128, 4, 2),
+    ),
+    (LARGE, 256, MASKED): Config(
+        Tile(128, 64, 8, 3, joined=True),
+        Tile(128, 64, 8, 3),
+        Tile(64, 128, 8, 3),
+        Tile(64, 64, 4, 1),
+        Tile(16, 128, 4, 2),
+    ),
+    **dict.fromkeys(
+        [(LARGE, 128, BIASED), (LARGE, 128, BIASED_WIDE)],
+        Config(
+            Tile(64, 64, 4, 3, joined=True),
+            Tile(64, 64, 4, 3),
+            Tile(64, 64, 4, 2),
+            Tile(64, 64, 4, 1),
+            Tile(16, 128, 4, 2),
+        ),
+    ),
+    (LARGE, 256, BIASED): Config(
+        Tile(128, 64, 8, 3, joined=True),
+        Tile(128, 64, 8, 3),
+        Tile(32, 128, 8, 3),
+        Tile(128, 128, 8, 1),
+        Tile(16, 128, 4, 2),
+    ),
+    (LARGE, 256, BIASED_WIDE): Config(
+        Tile(128, 64, 8, 3, joined=True),
+        Tile(128, 32, 8, 3),
+        Tile(32, 128, 8, 3),
+        Tile(128, 128, 8, 1),
+        Tile(16, 128, 4, 2),
+    ),
+    (LARGE, 384, BIASED): Config(
+        Tile(128, 64, 8, 2),
+        Tile(128, 64, 8, 2),
+        Tile(32, 128, 8, 2),
+        Tile(64, 64, 4, 1),
+        Tile(16, 64, 4, 2),
+        apart=True,
+    ),
+    (LARGE, 384, BIASED_WIDE): Config(
+        Tile(128, 64, 8, 2),
+        Tile(128, 32, 8, 2),
+        Tile(32, 128, 8, 2),
+        Tile(64, 64, 4, 1),
+        Tile(16, 64, 4, 2),
+        apart=True,
+    ),
+    (LARGE, 512, BIASED_WIDE): Config(
+        Tile(128, 32, 8, 2),
+        Tile(64, 32, 4, 2),
+        Tile(32, 64, 4, 2),
+        Tile(64, 64, 4, 1),
+        Tile(16, 64, 4, 2),
+        apart=True,
     ),
     # Hopper's memory to the last byte; a mask or a bias takes some, and Blackwell needs more
     **dict.fromkeys(
@@ -181,8 +245,10 @@ class Plan:
 
 
 def _walk(call: Call) -> str:
-    if call.mask_shape is not None or call.bias_shape is not None:
-        return PAIRS
+    if call.bias_shape is not None and call.bias_dtype is not None:
+        return BIASED if call.bias_dtype.itemsize == 2 or 1 in call.bias_shape[2:] else BIASED_WIDE
+    if call.mask_shape is not None:
+        return MASKED
     if call.sequences is not None:
         return PACKED
     return SHORT if call.left is not None or call.soft_cap is not None else LONG

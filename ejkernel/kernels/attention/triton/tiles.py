@@ -22,6 +22,8 @@ PRESENT = tl.constexpr(1)
 ROWS = tl.constexpr(2)
 QUERIES = tl.constexpr(4)
 KEYS = tl.constexpr(8)
+# Keys that a row of it has are padded to a multiple of these.
+ALIGNED = tl.constexpr(16)
 
 # A walk goes over one edge of what is in sight, then over what all rows see, then over the other edge.
 ALL = tl.constexpr(1)
@@ -186,33 +188,40 @@ def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def pair_rows(i_b, i_h, o_token, S, L, H: tl.constexpr, HEADS: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where the rows of a mask or a bias begin that belong to these queries."""
-    o_row = (i_h * HEADS // H + o_token * 0).to(tl.int64)
+    """Where the rows of a mask or a bias begin that belong to these queries; one row if it is the same for all."""
+    o_row = i_b.to(tl.int64) * 0
+    if HEADS > 1:
+        o_row += i_h * HEADS // H
     if ROWS & LAYOUT:
         o_row += i_b.to(tl.int64) * HEADS
     if QUERIES & LAYOUT:
-        o_row = o_row * S + o_token
+        # past the end the last row is as good as any
+        o_row = o_row * S + tl.minimum(o_token, S - 1)
     if KEYS & LAYOUT:
-        o_row = o_row * L
-    return o_row
+        o_row = o_row * padded(L)
+    return o_row + tl.zeros([1], tl.int64)
 
 
 @triton.jit
-def load_pairs(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
-    """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens."""
+def padded(L):
+    """How many keys a row of a mask or a bias has in memory; that each begins aligned makes loads wide."""
+    return tl.cdiv(L, ALIGNED) * ALIGNED
+
+
+@triton.jit
+def load_pairs(p, o_row, o_token, L, LAYOUT: tl.constexpr):
+    """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens; 1 long where it is the same."""
     if KEYS & LAYOUT:
-        o_row = o_row + o_token
+        return tl.load(p + o_row + o_token, mask=o_token < padded(L), other=0)
     else:
-        o_row = o_row + o_token * 0
-    return tl.load(p + o_row, mask=m_pair, other=0)
+        return tl.load(p + o_row)
 
 
 @triton.jit
-def load_bias(p, o_row, o_token, m_pair, LAYOUT: tl.constexpr):
-    """A tile of the bias in units of log 2; what would not be finite there although it is, is as large as it can be."""
-    b = load_pairs(p, o_row, o_token, m_pair, LAYOUT).to(tl.float32)
-    b_cut = tl.minimum(tl.maximum(b, -(2.0**126)), 2.0**126) * LOG2E
-    return tl.where(tl.abs(b) < float("inf"), b_cut, b)
+def load_bias(p, o_row, o_token, L, LAYOUT: tl.constexpr):
+    """A tile of the bias in units of log 2, but where only that would make it infinite."""
+    b = load_pairs(p, o_row, o_token, L, LAYOUT).to(tl.float32)
+    return tl.where(tl.abs(b) < 2.0**126, b * LOG2E, b)
 
 
 @triton.jit
