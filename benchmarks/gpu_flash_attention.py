@@ -43,9 +43,10 @@ class Work:
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = ()
     sinks: int = 0
-    bias: bool = False
+    bias: str = ""  # of "pairs", or of "keys", the same for all queries
+    bias_dtype: str = "bfloat16"
     bias_gradient: bool = True
-    mask: bool = False
+    mask: str = ""  # likewise
     offset: bool = False  # the queries are the last of the keys' positions
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
     bars: tuple[float | None, float | None] = (None, None)
@@ -76,7 +77,8 @@ def ragged(count: int, total: int) -> tuple[int, ...]:
 CAUSAL = Work("causal", bars=(0.70, 2.6))
 STREAM = Work("packed", B=1, S=16384, lengths=(512,) * 32, bars=(0.17, 0.60))
 DECODE = Work("one query, 32768 keys, 8 rows", B=8, S=1, L=32768, H=32, Hkv=8, bars=(0.33, None))
-BIAS = replace(CAUSAL, name="bias", B=2, bias=True, bars=(None, None))
+MASK = replace(CAUSAL, name="mask", mask="pairs", options={}, bars=(None, None))
+BIAS = replace(CAUSAL, name="bias", B=2, bias="pairs", bars=(None, None))
 WINDOW = {"causal": True, "sliding_window": 1024}
 WORKS = [
     CAUSAL,
@@ -93,9 +95,19 @@ WORKS = [
     replace(CAUSAL, name="grouped", H=32, Hkv=8, bars=(None, None)),
     replace(CAUSAL, name="D64", D=64, bars=(None, None)),
     replace(CAUSAL, name="D256", B=2, D=256, bars=(None, None)),
-    replace(CAUSAL, name="mask", mask=True, options={}, bars=(None, None)),
+    MASK,
+    replace(MASK, name="mask, causal", options={"causal": True}),
+    replace(MASK, name="mask, odd length", S=4095),
+    replace(MASK, name="mask of keys", mask="keys"),
+    replace(MASK, name="mask, D64", D=64),
+    replace(MASK, name="mask, D256", B=2, D=256),
     BIAS,
     replace(BIAS, name="bias without its gradient", bias_gradient=False),
+    replace(BIAS, name="bias, odd length", S=4095),
+    replace(BIAS, name="bias of keys", bias="keys"),
+    replace(BIAS, name="bias, float32", bias_dtype="float32"),
+    replace(BIAS, name="bias, D64", D=64),
+    replace(BIAS, name="bias, D256", D=256),
     replace(CAUSAL, name="odd length", S=4095, bars=(None, None)),
     replace(CAUSAL, name="offset", S=2048, L=4096, offset=True, bars=(None, None)),
     replace(CAUSAL, name="log-sum-exp", options={"causal": True, "return_lse": True}, bars=(None, None)),
@@ -125,9 +137,11 @@ def inputs(work: Work, seed: int) -> dict[str, Any]:
     if work.sinks:
         found["softmax_aux"] = jax.random.normal(keys[4], (work.H, work.sinks)).astype(work.dtype)
     if work.bias:
-        found["bias"] = jax.random.normal(keys[5], (1, work.H, work.S, tokens)).astype(work.dtype)
+        shape = (1, work.H, work.S if work.bias == "pairs" else 1, tokens)
+        found["bias"] = jax.random.normal(keys[5], shape).astype(work.bias_dtype)
     if work.mask:
-        found["attention_mask"] = jax.random.bernoulli(keys[6], 0.8, (work.B, 1, work.S, tokens))
+        shape = (work.B, 1, work.S if work.mask == "pairs" else 1, tokens)
+        found["attention_mask"] = jax.random.bernoulli(keys[6], 0.8, shape)
     if not work.options.get("deterministic", True):
         found["dropout_rng"] = keys[6]
     return found
@@ -236,20 +250,25 @@ def flex(work: Work) -> list[dict[str, Any]]:
     if work.lengths:
         owner = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).cuda()
     if work.mask:
-        kept = torch.rand(work.B, work.S, keys, **device) < 0.8
+        kept = torch.rand(work.B, work.S if work.mask == "pairs" else 1, keys, **device) < 0.8
     if work.bias:
-        added = torch.randn(work.H, work.S, keys, dtype=torch.bfloat16, **device)
+        dtype = getattr(torch, work.bias_dtype)
+        added = torch.randn(work.H, work.S if work.bias == "pairs" else 1, keys, dtype=dtype, **device)
 
     def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        if kept is not None:
-            return kept[b, i, j]
+        given = None if kept is None else kept[b, i if work.mask == "pairs" else 0, j]
+        if not work.options.get("causal"):
+            return given
         seen = i + (keys - work.S) >= j
+        seen = seen if given is None else seen & given
         if window is not None:
             seen = seen & (i - j <= window)
         return seen if owner is None else seen & (owner[i] == owner[j])
 
     def scored(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return cap * torch.tanh(score / cap) if added is None else score + added[h, i, j]
+        if added is None:
+            return cap * torch.tanh(score / cap)
+        return score + added[h, i if work.bias == "pairs" else 0, j]
 
     mask = None
     if work.options.get("causal") or work.mask:

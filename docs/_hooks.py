@@ -170,8 +170,9 @@ def support_table(op: str) -> str:
     with _installed():
         for what, arrays, options in rows():
             explanation = ejkernel.explain(getattr(ejkernel, op), *arrays, **options)
-            reasons = [explanation.refused.get(name) for name in names]
-            table.append([what, *(f"no: {why}" if why else "yes" for why in reasons)])
+            cells = {name: f"no: {why}" for name, why in explanation.refused.items()}
+            cells |= dict.fromkeys(explanation.slower, "slower")
+            table.append([what, *(cells.get(name, "yes") for name in names)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 

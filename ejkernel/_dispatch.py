@@ -5,7 +5,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Implementation:
         supports: Takes the op's `Call`; says why this implementation cannot serve it, or `None` if it can.
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
         phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
+        slower: Says for what a later implementation is faster where that serves the call too, or `None`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Implementation:
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
     phases: Any = None
+    slower: Callable[[Any], str | None] = lambda _: None
 
 
 def choose(
@@ -46,7 +48,8 @@ def choose(
 ) -> dict[str, Implementation]:
     """Maps each device platform (and `"default"`) to the implementation that will run there.
 
-    `implementations` are ordered fastest first. With `platform` given, that one alone is considered.
+    `implementations` are ordered fastest first, but for what one says it is slower at. With `platform` given, that one
+    alone is considered.
     """
     if platform is not None:
         named = [each for each in implementations if each.name == platform]
@@ -58,9 +61,12 @@ def choose(
         implementations = named
     chosen: dict[str, Implementation] = {}
     for each in implementations:
-        if each.supports(call) is None:
-            for device in each.devices or ("default",):
-                chosen.setdefault(device, each)
+        if each.supports(call) is not None:
+            continue
+        for device in each.devices or ("default",):
+            first = chosen.setdefault(device, each)
+            if first.slower(call) and not each.slower(call):
+                chosen[device] = each
     return chosen
 
 
@@ -122,15 +128,18 @@ class Explanation:
     Attributes:
         chosen: The implementation's name by device platform; `"default"` stands for every other platform.
         refused: For implementations that cannot serve the call, the reason.
+        slower: For implementations that could serve it and leave it to a faster one, what they are slower at.
     """
 
     chosen: dict[str, str]
     refused: dict[str, str]
+    slower: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         places = {device: "elsewhere" if len(self.chosen) > 1 else "everywhere" for device in ("default",)}
         lines = [f"{places.get(device, 'on ' + device)}: {name}" for device, name in self.chosen.items()]
-        return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in self.refused.items())])
+        others = {**self.refused, **{name: f"slower at {what}" for name, what in self.slower.items()}}
+        return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in others.items())])
 
 
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
@@ -146,10 +155,12 @@ class _ExplainedError(Exception):
 def _explanation(
     implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]
 ) -> Explanation:
-    reasons = {each.name: each.supports(call) for each in implementations}
+    refused = {each.name: reason for each in implementations if (reason := each.supports(call)) is not None}
+    left = [each for each in implementations if each not in chosen.values() and each.name not in refused]
     return Explanation(
         {device: each.name for device, each in chosen.items()},
-        {name: reason for name, reason in reasons.items() if reason is not None},
+        refused,
+        {each.name: what for each in left if (what := each.slower(call)) is not None},
     )
 
 

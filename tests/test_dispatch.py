@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -81,6 +81,21 @@ def on_a_gpu(monkeypatch):
 )
 def test_the_first_that_can_serves_each_device(refused_by, platform, chosen):
     assert choose(ALL, Call(refused_by=refused_by), platform) == chosen
+
+
+def test_one_leaves_to_others_what_it_is_slower_at():
+    hesitant = replace(FAST, slower=lambda call: "large factors" if call.factor > 1 else None)
+    implementations = (hesitant, MIDDLE, PLAIN)
+    call = Call(factor=2.0)
+    chosen = choose(implementations, call)
+    assert chosen == {"cuda": MIDDLE, "rocm": hesitant, "default": PLAIN}
+    assert choose(implementations, Call())["cuda"] == hesitant
+    # where the others cannot, or if it is asked for, it serves them nevertheless
+    assert choose(implementations, replace(call, refused_by=("middle",)))["cuda"] == hesitant
+    assert choose(implementations, call, "fast")["cuda"] == hesitant
+    alone = (replace(hesitant, devices=("cuda",)), MIDDLE, PLAIN)
+    found = _dispatch._explanation(alone, call, choose(alone, call))
+    assert str(found) == "on cuda: middle\nelsewhere: plain\nnot fast: slower at large factors"
 
 
 def test_a_platform_that_cannot_serve_is_an_error():

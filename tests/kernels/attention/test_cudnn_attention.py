@@ -52,14 +52,14 @@ def installed(monkeypatch):
     monkeypatch.setattr(_launch, "unavailable", lambda: "no NVIDIA GPU here")
 
 
-def compare(case, tolerance):
+def compare(case, tolerance, platform=None):
     """Output and gradients in bfloat16 with those of `attention` in float32, and the output with the oracle's."""
     arrays = case.arrays(jnp.bfloat16)
     exact = {name: each.astype(np.float32) if each.dtype != bool else each for name, each in arrays.items()}
     cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
 
     def run(**arrays):
-        return flash_attention(**arrays, **case.options, dtype=None)
+        return flash_attention(**arrays, **case.options, dtype=None, platform=platform)
 
     def reference(attention_mask=None, bias=None, **arrays):
         if bias is not None and attention_mask is not None:
@@ -81,7 +81,7 @@ def test_stand_in_matches_oracle(case, stand_in):
     compare(case, 3e-2)
 
 
-def check_shifted_rows(tolerance):
+def check_shifted_rows(tolerance, platform=None):
     """What all of a query's keys have in common makes no difference, however large: -1e9 is how many models mask."""
     case = Case("", **SIZES | {"queries": 32, "keys": 32}, kv_heads=2, options=CAUSAL)
     arrays = case.arrays(jnp.bfloat16)
@@ -93,7 +93,7 @@ def check_shifted_rows(tolerance):
     cotangent = np.random.default_rng(1).normal(size=arrays["query"].shape)
 
     def run(**arrays):
-        return flash_attention(**arrays, **case.options, dtype=None)
+        return flash_attention(**arrays, **case.options, dtype=None, platform=platform)
 
     found, expected = (results_and_gradients(run, {**arrays, "bias": bias}, cotangent) for bias in (large, small))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -117,7 +117,7 @@ def test_stand_in_never_sees_a_huge_bias(stand_in, monkeypatch):
 
 @pytest.mark.gpu
 def test_cudnn_with_rows_masked_by_a_huge_bias():
-    check_shifted_rows(1e-2)
+    check_shifted_rows(1e-2, platform="cudnn")
 
 
 def test_stand_in_differentiates_twice(stand_in):
@@ -215,6 +215,14 @@ def test_explain_says_cudnn(case, installed):
     assert str(found).startswith("on cuda: cudnn\nelsewhere: xla")
 
 
+@pytest.mark.parametrize("case", [each for each in SERVED if each.mask_heads or each.bias_heads], ids=str)
+def test_masks_are_left_to_triton(case, installed, monkeypatch):
+    monkeypatch.setattr(_launch, "unavailable", lambda: None)
+    found = explain(flash_attention, **case.arrays(jnp.bfloat16), **case.options)
+    assert found.chosen["cuda"] == ("cudnn" if case.bias_heads else "triton")
+    assert found.slower == ({} if case.bias_heads else {"cudnn": "attention_mask"})
+
+
 def test_explain_without_the_plugin(monkeypatch):
     monkeypatch.setattr(cudnn, "_installed", lambda: "JAX's CUDA plugin is not installed")
     monkeypatch.setattr(_launch, "unavailable", lambda: "no NVIDIA GPU here")
@@ -242,10 +250,9 @@ def test_slower_implementation_on_a_gpu_warns_once(installed, monkeypatch):
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_cudnn_matches_oracle(case):
     arrays = case.arrays(jnp.bfloat16)
-    assert explain(flash_attention, **arrays, **case.options).chosen["cuda"] == "cudnn"
-    text = jax.jit(lambda arrays: flash_attention(**arrays, **case.options)).lower(arrays).compile().as_text()
-    assert "__cudnn$fmha" in text
-    compare(case, 4e-2)
+    run = jax.jit(lambda arrays: flash_attention(**arrays, **case.options, platform="cudnn"))
+    assert "__cudnn$fmha" in run.lower(arrays).compile().as_text()
+    compare(case, 4e-2, platform="cudnn")
 
 
 @pytest.mark.gpu

