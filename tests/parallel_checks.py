@@ -1,4 +1,4 @@
-"""What `test_parallel.py` runs on virtual devices, a part at a time; more are in `mesh_checks.py`, `ring_checks.py`."""
+"""What `test_parallel.py` runs on virtual devices, a part at a time; more in `mesh_checks.py` and others."""
 
 import importlib
 import sys
@@ -216,8 +216,14 @@ def errors():
             raise AssertionError(f"no error: {message}")
 
 
+def layers():
+    from layer_checks import check  # makes layers, and needs Flax
+
+    check()
+
+
 if __name__ == "__main__":
-    parts = {each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors)}
+    parts = {each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors, layers)}
     parts |= MESH_PARTS | RING_PARTS
     for part in sys.argv[1:]:
         print(part, flush=True)  # an error is the last one's
