@@ -73,7 +73,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.spread_time --json benchmarks/results/spread_time.json
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
-# shows. Half an hour on two cores.
+# shows. Half an hour on two cores; interrupted, it goes on where it was.
 TPU := JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu
 tpu: $(VENV)-tpu/.installed
 	$(TPU) --json benchmarks/results/tpu_compiled.json

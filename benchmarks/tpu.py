@@ -3,10 +3,14 @@
 libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM, a layout that does not exist) it
 refuses on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles bound what the
 schedule allows and never a time: what waits for memory, and how transfers overlap, only a chip can tell.
+
+It takes long, so a file that it writes grows row by row, and what the same code and compiler left there is kept.
 """
 
 import argparse
 import collections
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -324,6 +328,48 @@ def sharded() -> dict[str, Any]:
     }
 
 
+FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "sharded": lambda chips: sharded(),
+    "step": lambda chips: {chip: decoding(chip) for chip in chips},
+    "flash_attention": lambda chips: {chip: attention(chip) for chip in chips},
+}
+
+
+def origin() -> dict[str, str]:
+    """What rows depend on: the compiler, and the kernels and cases as a digest."""
+    folder = Path(__file__).parents[1] / "ejkernel/kernels/linear_recurrence"
+    paths = [folder / "call.py", folder / "differentiation.py", *sorted((folder / "pallas").rglob("*.py"))]
+    code = hashlib.sha256(repr((CASES, CHIPS)).encode())
+    for path in paths:
+        code.update(path.read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    return {**versions, "code": code.hexdigest()[:16]}
+
+
+class Report:
+    """Rows and what else was found, in a file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.origin = path, origin()
+        self.rows: list[Row] = []
+        self.found: dict[str, Any] = {}
+        if path is not None and path.exists():
+            content = json.loads(path.read_text())
+            if {name: content.get(name) for name in self.origin} == self.origin:
+                self.rows = [Row(**row) for row in content["rows"]]
+                self.found = {name: each for name, each in content.items() if name in FOUND}
+
+    def of(self, case: Case, chip: str) -> list[Row]:
+        return [row for row in self.rows if (row.case, row.chip) == (case.name, chip)]
+
+    def write(self) -> None:
+        if self.path is not None:
+            order = {case.name: number for number, case in enumerate(CASES)}
+            self.rows.sort(key=lambda row: (order[row.case], list(CHIPS).index(row.chip)))
+            content = {**self.origin, "rows": [asdict(row) for row in self.rows], **self.found}
+            self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def said(row: Row) -> str:
     """One line of the table, without a word of time."""
     bundles = f", {row.bundles:5.0f} bundles, {row.bundles / row.floor:4.2f} of it" if row.bundles else ""
@@ -338,33 +384,29 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--schedule", action="store_true", help="read the schedules too, of the first cases")
     arguments = parser.parse_args()
-    rows, refused = [], 0
+    report, refused = Report(arguments.json), 0
+    chips = arguments.chips.split(",")
     with tempfile.TemporaryDirectory() as dumps:
         folder = Path(dumps) if arguments.schedule else None
         prepare(dumps if arguments.schedule else None)
-        import jax
-
         cases = [case for case in (CASES[:SCHEDULED] if folder else CASES) if arguments.cases in case.name]
-        for case, chip in itertools.product(cases, arguments.chips.split(",")):
+        for case, chip in itertools.product(cases, chips):
             try:
-                for row in measure(case, chip, folder):
-                    rows.append(row)
-                    print(said(row), flush=True)
+                rows = report.of(case, chip)
+                if not rows:
+                    rows = list(measure(case, chip, folder))
+                    report.rows += rows
+                    report.write()
+                print(*map(said, rows), sep="\n", flush=True)
             except Exception as error:
                 refused += 1
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
-        found: dict[str, Any] = {}
         if not arguments.cases and not folder:
-            chips = arguments.chips.split(",")
-            found["sharded"] = sharded()
-            found["step"] = {chip: decoding(chip) for chip in chips}
-            found["flash_attention"] = {chip: attention(chip) for chip in chips}
-        for kind, programs in found.items():
-            for name, each in programs.items():
-                print(f"{kind}, {name}: {each}")
-        if arguments.json:
-            content = {"jax": jax.__version__, "rows": [asdict(row) for row in rows], **found}
-            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+            for kind, find in FOUND.items():
+                report.found[kind] = report.found.get(kind) or find(chips)
+                report.write()
+                for name, each in report.found[kind].items():
+                    print(f"{kind}, {name}: {each}")
     return min(refused, 1)
 
 

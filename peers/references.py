@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.runtime.autotuner import Autotuner
 
 from ejkernel import layers
+from peers import interpreter  # noqa: F401
 
 # transformers would run fla's kernels where it finds them; it shall run its own code
 sys.modules["fla"] = None
@@ -38,16 +38,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
 
 del sys.modules["fla"]
 
-# fla's kernels run in Triton's interpreter, which cannot time them: the first of their configurations has to do
-_init = Autotuner.__init__
-
-
-def _of_one_configuration(self, fn, arg_names, configs, *arguments, **options):
-    _init(self, fn, arg_names, configs[:1], *arguments, **options)
-
-
-Autotuner.__init__ = _of_one_configuration
-
 from fla.layers import GatedLinearAttention, KimiDeltaAttention, MultiScaleRetention, kda  # noqa: E402
 from fla.models.utils import Cache as FlaCache  # noqa: E402
 from fla.ops.kda.gate import naive_kda_gate  # noqa: E402
@@ -73,17 +63,20 @@ class Reference:
     layer: str
     theirs: str
     module: torch.nn.Module
-    load: Callable[[dict[str, Any]], Any]
+    # further options are the layer's own
+    load: Callable[..., Any]
     # its output for `x [B, T, width]`, whose first token stands at a position
     call: Callable[[torch.Tensor, Any, int], torch.Tensor]
     empty_cache: Callable[[], Any]
     # parameters whose gradients come with the same 1 added that the weights do
     shifted: tuple[str, ...] = ()
+    # whether all of it can be computed in float64, which Triton's kernels cannot
+    float64: bool = True
 
 
-def randomised(module: torch.nn.Module) -> torch.nn.Module:
+def draw(module: torch.nn.Module, seed: int) -> None:
     """Every parameter drawn, also those that would start as 0, as 1 or not at all."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("A_log"):
@@ -94,18 +87,18 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.3, generator=generator)
-    return module.eval()
 
 
 def _fla(name: str, cls: type, ours: type, theirs: dict[str, Any], **options: Any) -> Reference:
-    module = randomised(cls(hidden_size=WIDTH, num_heads=HEADS, layer_idx=0, **theirs))
+    module = cls(hidden_size=WIDTH, num_heads=HEADS, layer_idx=0, **theirs)
     return Reference(
         ours.__name__,
         name,
         module,
-        lambda weights: ours.from_fla(weights, WIDTH, HEADS, **options),
+        lambda weights, **more: ours.from_fla(weights, WIDTH, HEADS, **options, **more),
         lambda x, cache, position: module(x, past_key_values=cache, use_cache=cache is not None)[0],
         FlaCache,
+        float64=False,
     )
 
 
@@ -113,8 +106,8 @@ def _state_space(name: str, module: torch.nn.Module, config: Any, ours: type, **
     return Reference(
         ours.__name__,
         name,
-        randomised(module),
-        lambda weights: ours.from_transformers(weights, WIDTH, **options),
+        module,
+        lambda weights, **more: ours.from_transformers(weights, WIDTH, **options, **more),
         lambda x, cache, position: module(x, cache_params=cache),
         lambda: DynamicCache(config=config),
     )
@@ -124,7 +117,7 @@ def _softmax(
     name: str, cls: type, rotary: type, config: Any, load: str = "from_transformers", index: int = 0, **options: Any
 ) -> Reference:
     config._attn_implementation = "eager"
-    module, rotate = randomised(cls(config, layer_idx=index)), rotary(config=config)
+    module = cls(config, layer_idx=index)
     window = options.get("window")
 
     def call(x: torch.Tensor, cache: Any, position: int) -> torch.Tensor:
@@ -135,15 +128,16 @@ def _softmax(
             if window is not None:
                 seen &= places[:, None] - places < window
             mask = torch.where(seen, 0.0, -torch.inf)[None, None]
-        embedding = rotate(x, places[None].expand(x.shape[0], -1))
+        # its frequencies are made in the dtype of the day
+        embedding = rotary(config=config)(x, places[None].expand(x.shape[0], -1))
         return module(x, position_embeddings=embedding, attention_mask=mask, past_key_values=cache)[0]
 
     return Reference(
         "MultiHeadAttention",
         name,
         module,
-        lambda weights: getattr(layers.MultiHeadAttention, load)(
-            weights, WIDTH, HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, **options
+        lambda weights, **more: getattr(layers.MultiHeadAttention, load)(
+            weights, WIDTH, HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, **options, **more
         ),
         call,
         lambda: DynamicCache(config=config),
@@ -155,13 +149,13 @@ def _lightning() -> Reference:
     config = MiniMaxConfig(
         **SIZES, num_hidden_layers=3, block_size=16, layer_types=["linear_attention"] * 3, num_local_experts=2
     )
-    module = randomised(MiniMaxLightningAttention(config, layer_idx=1))
+    module = MiniMaxLightningAttention(config, layer_idx=1)
     return Reference(
         "LightningAttention",
         "transformers MiniMax",
         module,
-        lambda weights: layers.LightningAttention.from_transformers(
-            weights, WIDTH, HEADS, layer_idx=1, num_layers=3, head_dim=HEAD_DIM
+        lambda weights, **more: layers.LightningAttention.from_transformers(
+            weights, WIDTH, HEADS, layer_idx=1, num_layers=3, head_dim=HEAD_DIM, **more
         ),
         lambda x, cache, position: module(x, None, None, past_key_values=cache)[0],
         MiniMaxCache,
@@ -222,7 +216,7 @@ def _mamba(name: str, cls: type, config: Any, **options: Any) -> Reference:
 
 
 def references() -> list[Reference]:
-    """All of them, made anew."""
+    """All of them, their weights not yet drawn."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
     llama3 = {
         "rope_type": "llama3",

@@ -59,13 +59,16 @@ GATES = {"mild": 0.06, "unscaled": 0.8, "strong": 9.0, "fierce": 60.0}
 
 
 def gates(kind, shape, rng):
-    """Log decays; `resets` puts -inf and -1e4 among mild ones, `mixed` lets some grow."""
+    """Log decays; `resets` puts -inf and -1e4 among mild ones, `once` at one token, `mixed` lets some grow."""
     if kind in GATES:
         return -GATES[kind] * rng.exponential(size=shape)
     x = -GATES["mild"] * rng.exponential(size=shape)
     if kind == "resets":
         x = np.where(rng.random(shape) < 0.05, -np.inf, x)
         return np.where(rng.random(shape) < 0.05, -1e4, x)
+    if kind == "once":
+        x[:, 20:21] = np.where(rng.random(x[:, :1].shape) < 0.5, -np.inf, -1e4)
+        return x
     if kind == "mixed":
         return np.where(rng.random(shape) < 0.3, -x, x)
     raise ValueError(kind)

@@ -62,11 +62,12 @@ class LightningAttention(nnx.Module):
         self.head_dim = (
             per_head("width", width, heads) if head_dim is None else _checks.positive_int("head_dim", head_dim)
         )
-        number = _checks.layer_number(layer_idx).astype(jnp.float32)
-        share = number / (_checks.positive_int("num_layers", num_layers) - 1 + 1e-5)
-        rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=jnp.float32))
-        self.log_decay = nnx.Variable(-rates * (1 - share + 1e-5))
         self.dtype, param_dtype = checked(dtype, param_dtype)
+        at_least = jnp.promote_types(param_dtype, jnp.float32)
+        number = _checks.layer_number(layer_idx).astype(at_least)
+        share = number / (_checks.positive_int("num_layers", num_layers) - 1 + 1e-5)
+        rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=at_least))
+        self.log_decay = nnx.Variable(-rates * (1 - share + 1e-5))
         made = Made(self.dtype, param_dtype, rngs)
         features = heads * self.head_dim
         # a head's query, key and value stand side by side

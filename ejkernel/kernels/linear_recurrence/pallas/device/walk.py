@@ -1,11 +1,12 @@
 """The walks over a call's blocks of tokens: forward, and backward from the last to the first.
 
-A block has several chunks, a program several heads. With key gates, blocks are done as if their gates were mild, and
-those in which they are not once more, exactly: so nothing waits for what decides it.
+A block has several chunks, a program several heads. With key gates, blocks are done as if their gates were mild, so
+nothing waits for what decides it. A block in which some are not is gone through once more, where each chunk of a head
+asks for itself and is done exactly if it has to be.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,19 @@ class Walk:
         """A head's key gates in a chunk."""
         return self.rows_of("gates", head, i).astype(F32)
 
+    def mild(self, head: int, i: Any) -> Mild:
+        """A chunk with key gates as if they were mild."""
+        query, key, sizes = self.rows_of("query", head, i), self.rows_of("key", head, i), self.sizes
+        return Mild.of(query, key, self.gates(head, i), sizes.scale, sizes.limit, sizes.reverse)
+
+    def exact(self, head: int, i: Any) -> tuple[Exact, jax.Array]:
+        """A chunk with key gates, that of a sequence's first token apart, which only a state there meets `[1, K]`."""
+        gates = jnp.maximum(self.gates(head, i), LOWEST)
+        is_first = self.is_first(i, gates.shape)
+        query, key = self.rows_of("query", head, i), self.rows_of("key", head, i)
+        exact = Exact.of(query, key, jnp.where(is_first, 0, gates), self.sizes.scale, self.sizes.reverse)
+        return exact, jnp.where(is_first, gates, 0).sum(0, keepdims=True)
+
     def decays(self, i: int) -> Decays | None:
         """All heads' decays in a chunk, for one gate a head."""
         if self.sizes.decay == "none":
@@ -95,8 +109,10 @@ class Walk:
         return order[::-1] if self.sizes.reverse != backward else order
 
 
-def grown(x: jax.Array, log_decay: jax.Array) -> jax.Array:
+def grown(x: jax.Array, log_decay: jax.Array | None) -> jax.Array:
     """`x · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
+    if log_decay is None:
+        return x
     log_decay = jnp.maximum(log_decay, LOWEST)
     within = jnp.minimum(log_decay, 88.0)
     return x * jnp.exp(within) * jnp.exp(jnp.minimum(log_decay - within, 88.0))
@@ -142,12 +158,12 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     for h in heads:
         state = states[old, h]
         for i in walk.order():
-            query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
             if by_key:
-                mild = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
+                mild = walk.mild(h, i)
                 strong.append(mild.strong)
                 chunk = mild.chunk
             else:
+                query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
                 chunk = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse).chunk
             state = visit(h, i, chunk, state)
         states[new, h] = state
@@ -162,8 +178,11 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
                     i = sizes.chunks - 1 - j if sizes.reverse else j
-                    exact, first = walk_exact(walk, h, i)
-                    states[new, h] = visit(h, i, exact.chunk, grown(states[new, h], first))
+
+                    def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
+                        states[new, h] = visit(h, i, found.chunk, grown(states[new, h], first))
+
+                    as_needed(walk, h, i, go_on)
 
     @pl.when(item.last != 0)
     def _() -> None:
@@ -171,13 +190,18 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
             arrays["final"][0, h] = states[new, h].T
 
 
-def walk_exact(walk: Walk, head: int, i: Any) -> tuple[Exact, jax.Array]:
-    """A chunk of strong gates, the gate of a sequence's first token apart, which only a state there meets `[1, K]`."""
-    gates = jnp.maximum(walk.gates(head, i), LOWEST)
-    is_first = walk.is_first(i, gates.shape)
-    query, key = walk.rows_of("query", head, i), walk.rows_of("key", head, i)
-    exact = Exact.of(query, key, jnp.where(is_first, 0, gates), walk.sizes.scale, walk.sizes.reverse)
-    return exact, jnp.where(is_first, gates, 0).sum(0, keepdims=True)
+def as_needed(walk: Walk, head: int, i: Any, go_on: Callable[[Mild | Exact, jax.Array | None], None]) -> None:
+    """Goes on with a chunk as its own gates ask for: mild, or exact and the gate that a state at its start meets."""
+    mild = walk.mild(head, i)
+    strong = _any([mild.strong])
+
+    @pl.when(strong)
+    def _() -> None:
+        go_on(*walk.exact(head, i))
+
+    @pl.when(~strong)
+    def _() -> None:
+        go_on(mild, None)
 
 
 def _any(rows: Sequence[jax.Array]) -> jax.Array:
@@ -233,11 +257,11 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         done: dict[int, Any] = {}
         met: dict[int, jax.Array] = {}
         for i in walk.order():
-            query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
             if by_key:
-                done[i] = Mild.of(query, key, walk.gates(h, i), sizes.scale, sizes.limit, sizes.reverse)
+                done[i] = walk.mild(h, i)
                 strong.append(done[i].strong)
             else:
+                query, key = walk.rows_of("query", h, i), walk.rows_of("key", h, i)
                 done[i] = Gated.of(query, key, decays[i], h, sizes.scale, sizes.reverse)
             met[i] = state
             state = chunks.written(done[i].chunk, walk.rows_of("value", h, i), state)
@@ -268,18 +292,24 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
-                    exact, first = walk_exact(walk, h, sizes.chunks - 1 - j if sizes.reverse else j)
-                    states[j] = grown(states[j], first)
-                    value = walk.rows_of("value", h, sizes.chunks - 1 - j if sizes.reverse else j)
-                    states[j + 1] = chunks.written(exact.chunk, value, states[j])
+                    i = sizes.chunks - 1 - j if sizes.reverse else j
+
+                    def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
+                        states[j] = grown(states[j], first)
+                        states[j + 1] = chunks.written(found.chunk, walk.rows_of("value", h, i), states[j])
+
+                    as_needed(walk, h, i, go_on)
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
                     at = sizes.chunks - 1 - j
                     i = j if sizes.reverse else at
-                    exact, first = walk_exact(walk, h, i)
-                    _, d_state = visit(h, i, exact, states[at], d_states[new, h])
-                    d_states[new, h] = grown(d_state, first)
+
+                    def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
+                        _, d_state = visit(h, i, found, states[at], d_states[new, h])
+                        d_states[new, h] = grown(d_state, first)
+
+                    as_needed(walk, h, i, go_on)
 
     if "d_initial" in arrays:
 
