@@ -19,7 +19,11 @@ class PlatformError(ValueError, NotImplementedError):
 
 
 class SlowerImplementationWarning(UserWarning):
-    """A GPU runs a call on a slower implementation than it would with other options; the message says which."""
+    """A GPU or TPU runs a call on a slower implementation than it would with other options; the message says which."""
+
+
+# what the lowering finds out by itself where it is not known before
+NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard_map each device runs them on its part"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Implementation:
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
         phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
         slower: Says for what a later implementation is faster where that serves the call too, or `None`.
+        splits: Whether XLA can split it over devices where shardings are left to it.
     """
 
     name: str
@@ -41,27 +46,32 @@ class Implementation:
     run: Callable[..., Any]
     phases: Any = None
     slower: Callable[[Any], str | None] = lambda _: None
+    splits: bool = True
+
+    def refuses(self, call: Any, spread: bool) -> str | None:
+        """Why it cannot serve the call, which may be left to XLA to spread over devices; `None` if it can."""
+        return self.supports(call) or (None if self.splits or not spread else NOT_SPLIT)
 
 
 def choose(
-    implementations: Sequence[Implementation], call: Any, platform: str | None = None
+    implementations: Sequence[Implementation], call: Any, platform: str | None = None, spread: bool = False
 ) -> dict[str, Implementation]:
     """Maps each device platform (and `"default"`) to the implementation that will run there.
 
     `implementations` are ordered fastest first, but for what one says it is slower at. With `platform` given, that one
-    alone is considered.
+    alone is considered. `spread` says whether XLA is to split it over devices.
     """
     if platform is not None:
         named = [each for each in implementations if each.name == platform]
         if not named:
             known = ", ".join(repr(each.name) for each in implementations)
             raise PlatformError(f"platform: got {platform!r}; this op has {known}")
-        if reason := named[0].supports(call):
+        if reason := named[0].refuses(call, spread):
             raise PlatformError(f"platform: {platform!r} cannot serve this call: {reason}")
         implementations = named
     chosen: dict[str, Implementation] = {}
     for each in implementations:
-        if each.supports(call) is not None:
+        if each.refuses(call, spread) is not None:
             continue
         for device in each.devices or ("default",):
             first = chosen.setdefault(device, each)
@@ -72,18 +82,19 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    return _run(resolve(implementations, call, platform), call, *arrays)
+    return _run(resolve(implementations, call, *arrays, platform=platform), call, *arrays)
 
 
 def resolve(
-    implementations: Sequence[Implementation], call: Any, platform: str | None = None
+    implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None
 ) -> tuple[tuple[str, Implementation], ...]:
     """What `choose` finds for a call that is about to run, or says it if that is all that was asked for."""
-    chosen = choose(implementations, call, platform)
+    spread = _sharding.left_to_xla(*arrays) or _spread_over_arguments()
+    chosen = choose(implementations, call, platform, spread)
     if _explaining.get():
-        raise _ExplainedError(_explanation(implementations, call, chosen))
+        raise _ExplainedError(_explanation(implementations, call, chosen, spread))
     if platform is None:
-        _warn_if_slower(implementations, call, chosen)
+        _warn_if_slower(implementations, call, chosen, spread)
     return tuple(chosen.items())
 
 
@@ -101,14 +112,16 @@ def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any
     return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(_sharding.widest(*arrays[:3]))), *arrays)
 
 
-def _warn_if_slower(implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]) -> None:
-    """On a GPU, says once why none of the implementations made for it serves `call`."""
-    made_for_it = [each for each in implementations if "cuda" in (each.devices or ())]
-    if made_for_it and "cuda" not in chosen and "default" in chosen and _default_platform() == "cuda":
-        reasons = "; ".join(f"{each.name!r}: {each.supports(call)}" for each in made_for_it)
-        _warn_once(
-            f"{chosen['default'].name!r} serves this call on the GPU, which is slower than what cannot: {reasons}"
-        )
+def _warn_if_slower(
+    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool = False
+) -> None:
+    """On a GPU or TPU, says once why none of the implementations made for it serves `call`."""
+    for platform, name in (("cuda", "GPU"), ("tpu", "TPU")):
+        made_for_it = [each for each in implementations if platform in (each.devices or ())]
+        if made_for_it and platform not in chosen and "default" in chosen and _default_platform() == platform:
+            reasons = "; ".join(f"{each.name!r}: {each.refuses(call, spread)}" for each in made_for_it)
+            serves = f"{chosen['default'].name!r} serves this call on the {name}"
+            _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
 
 
 def _default_platform() -> str:
@@ -142,7 +155,13 @@ class Explanation:
         return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in others.items())])
 
 
-_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+# on how many devices the arguments lie that are explained
+_explaining: ContextVar[int] = ContextVar("explaining", default=0)
+
+
+def _spread_over_arguments() -> bool:
+    """Whether what is explained is spread over devices as its arguments are, unless `shard_map` maps it."""
+    return _explaining.get() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 class _ExplainedError(Exception):
@@ -153,9 +172,9 @@ class _ExplainedError(Exception):
 
 
 def _explanation(
-    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation]
+    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool
 ) -> Explanation:
-    refused = {each.name: reason for each in implementations if (reason := each.supports(call)) is not None}
+    refused = {each.name: reason for each in implementations if (reason := each.refuses(call, spread)) is not None}
     left = [each for each in implementations if each not in chosen.values() and each.name not in refused]
     return Explanation(
         {device: each.name for device, each in chosen.items()},
@@ -167,7 +186,8 @@ def _explanation(
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation would serve `op(*args, **kwargs)` on each platform, and why others would not.
 
-    Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays. `op` may also be a function of one's own or
+    Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays, with a `sharding` for what lies on several
+    devices. `op` may also be a function of one's own or
     a module that calls an op somewhere inside, jitted or transformed; of several ops, the first is explained.
 
     Examples:
@@ -193,7 +213,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = jax.tree.unflatten(tree, filled)
         return op(*args, **kwargs)
 
-    token = _explaining.set(True)
+    places = [getattr(leaves[i], "sharding", None) for i in traced]
+    token = _explaining.set(max((each.num_devices for each in places if each is not None), default=1))
     try:
         # a jitted function that ran before would not be traced again, and never reach the op: metadata that nothing ran
         # under makes JAX's caches miss, and leaves what they hold

@@ -16,6 +16,13 @@ def explicit_mesh(*arrays: Any) -> AnyMesh | None:
     return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
 
 
+def left_to_xla(*arrays: Any) -> bool:
+    """Whether a mesh of several devices has axes along which XLA's partitioner is to split what is done here."""
+    mesh = explicit_mesh(*arrays)
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *mesh.explicit_axes))
+
+
 def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:
     """`run(*arrays)` with all `Explicit` axes as `Auto` ones, its results sharded by the specs `results`.
 

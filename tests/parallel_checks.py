@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -176,6 +177,18 @@ def sharding():
                 assert output.sharding.is_equivalent_to(x.sharding, 4), f"{name}: {output.sharding}"
 
 
+def tpu_kernels():
+    """What XLA would have to split runs without kernels, and says so; inside `shard_map` it has them."""
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
+    x = jax.device_put(jnp.ones((DEVICES, 128, 2, 64)), jax.NamedSharding(mesh, jax.P("batch")))
+    mapped = jax.shard_map(ejkernel.linear_attention, mesh=mesh, in_specs=jax.P("batch"), out_specs=jax.P("batch"))
+    for run, kernels in ((mapped, 1), (ejkernel.linear_attention, 0)):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            lowered = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",))
+        assert lowered.as_text().count("tpu_custom_call") == kernels
+        assert [each.category for each in caught] == [ejkernel.SlowerImplementationWarning] * (1 - kernels), caught
+
+
 def family():
     """The ops on top of the recurrence are those of one device."""
     mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
@@ -223,7 +236,9 @@ def layers():
 
 
 if __name__ == "__main__":
-    parts = {each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors, layers)}
+    parts = {
+        each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
+    }
     parts |= MESH_PARTS | RING_PARTS
     for part in sys.argv[1:]:
         print(part, flush=True)  # an error is the last one's

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejkernel._dispatch import PlatformError
+from ejkernel._dispatch import NOT_SPLIT, PlatformError, _warn_once
 
 Run = Callable[..., Sequence[jax.Array]]
 
@@ -28,12 +28,6 @@ def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arr
         return _by_default(run, *arrays)
     shapes = tuple((each.shape, each.dtype) for each in results)
     return _kernel().bind(*arrays, run=run, instead=instead, results=shapes)
-
-
-def split_by_xla() -> bool:
-    """Whether the caller's mesh has axes that are left to XLA's partitioner, which can do nothing with a TPU kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[name] > 1 for name in mesh.auto_axes) and INTERPRET is None
 
 
 @functools.cache
@@ -63,7 +57,10 @@ def _kernel() -> Any:
         ]
 
     def lower(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
-        chosen = run if _alone(ctx.module_context.axis_context) else instead
+        chosen = run
+        if not _alone(ctx.module_context.axis_context):
+            chosen = instead
+            _warn_once(f"XLA serves a call on TPUs, which is slower than a kernel: {NOT_SPLIT}")
         return mlir.lower_fun(functools.partial(_by_default, chosen), multiple_results=True)(ctx, *arrays)
 
     def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:

@@ -125,7 +125,7 @@ def _on_slice(
         scale = {name: local[name] for name in ("softmax_scale",) if name in local}
         checked = recurrence.check({name: x for name, x in local.items() if name not in scale})
         call, operands = recurrence.bind(checked, **scale, **options)
-        chosen = resolve(recurrence.implementations, call, platform)
+        chosen = resolve(recurrence.implementations, call, *operands, platform=platform)
         output, final = _run(_Spread(recurrence, chosen, axis), call, *operands)
         return (output[0] if checked.unbatched else output), final
 

@@ -19,7 +19,7 @@ PARTS = [
     ("explicit_heads", "explicit_utilities"),
     ("ring_values", "ring_windows", "ring_errors"),
     ("ring_packed", "ring_collectives"),
-    ("layers",),
+    ("layers", "tpu_kernels"),
 ]
 
 

@@ -9,7 +9,7 @@ from ejkernel.kernels.attention.xla import reference
 
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
-    Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run),
+    Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run, splits=False),
     Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run, slower=cudnn.slower),
     Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),

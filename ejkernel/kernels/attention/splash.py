@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _pallas, _varying
-from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.borrowed import Borrowed, attend
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
@@ -64,8 +63,6 @@ def _arrays(call: Call) -> str | None:
 
 def run(call: Call, *arrays: Array | None) -> Array:
     """The output `[B, S, H, D]`."""
-    if _pallas.split_by_xla():
-        return xla.run(call, *arrays)
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
     return attend(_SPLASH, call, inputs)
 

@@ -8,7 +8,7 @@ from ejkernel.kernels.linear_recurrence.xla import phases
 
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
-    Implementation("pallas", ("tpu",), pallas.supports, pallas.run, of_walks(pallas.run)),
+    Implementation("pallas", ("tpu",), pallas.supports, pallas.run, of_walks(pallas.run), splits=False),
     Implementation("triton", ("cuda",), triton.supports, triton.run, of_walks(triton.run)),
     Implementation(
         "xla",

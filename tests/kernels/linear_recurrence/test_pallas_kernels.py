@@ -136,3 +136,25 @@ def test_elsewhere_it_says_so(monkeypatch):
     with pytest.raises(ejkernel.PlatformError, match="'cpu'"):
         ejkernel.linear_attention(x, x, x, platform="pallas")
     assert ejkernel.explain(ejkernel.linear_attention, x, x, x).chosen == {"tpu": "pallas", "default": "xla"}
+
+
+def test_explains_what_xla_would_have_to_split(monkeypatch):
+    """By the arguments' shardings or the mesh that was entered; inside `shard_map` nothing is left to XLA."""
+    monkeypatch.setattr(_pallas, "INTERPRET", None)
+    mesh = jax.sharding.AbstractMesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    plain = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+    spread = jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=jax.NamedSharding(mesh, jax.P("batch")))
+
+    def mapped(x):
+        spec = jax.P("batch")
+        return jax.shard_map(lambda x: op(x, x, x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    for op, name in ((ejkernel.linear_attention, "pallas"), (ejkernel.flash_attention, "splash")):
+        assert ejkernel.explain(op, plain, plain, plain).chosen["tpu"] == name
+        assert ejkernel.explain(mapped, spread).chosen["tpu"] == name
+        found = ejkernel.explain(op, spread, spread, spread)
+        assert "tpu" not in found.chosen and "jax.shard_map" in found.refused[name]
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert ejkernel.explain(op, plain, plain, plain) == found
+            with pytest.raises(ejkernel.PlatformError, match=r"several devices; inside jax\.shard_map"):
+                jax.eval_shape(functools.partial(op, platform=name), plain, plain, plain)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels import _pallas, _varying
-from ejkernel.kernels.linear_recurrence import xla
+from ejkernel.kernels import _varying
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
 from ejkernel.kernels.linear_recurrence.pallas import passes, plan
@@ -43,9 +42,6 @@ def run(
     cu_seqlens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
-    if _pallas.split_by_xla():
-        arrays = query, key, value, log_decay, value_log_decay, initial_state, cu_seqlens
-        return xla.run(call, *arrays)
     # a query that was scaled comes in float32; it may be rounded as its keys are
     half = call.dtype == key.dtype == value.dtype == jnp.bfloat16
     dtype = np.dtype(jnp.bfloat16 if half else np.float32)
