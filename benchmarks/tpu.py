@@ -9,6 +9,7 @@ It takes long, so a file that it writes grows row by row, and what the same code
 
 import argparse
 import collections
+import fcntl
 import hashlib
 import importlib.metadata
 import itertools
@@ -18,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,20 +244,22 @@ def decoding(name: str) -> dict[str, int]:
     return {"states": states, "in place": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
 
 
-def attention(name: str) -> dict[str, int]:
+def attention(name: str, packed: bool) -> dict[str, int]:
     """Softmax attention with its gradients: how many kernels, and bytes beside arguments and results."""
     import jax
     import jax.numpy as jnp
 
     import ejkernel
 
-    def loss(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+    def loss(query: Any, key: Any, value: Any, sinks: Any, borders: Any) -> Any:
         options = {"causal": True, "sliding_window": 1024, "logits_soft_cap": 30.0, "softmax_aux": sinks}
+        options |= {"cu_seqlens": borders} if packed else {}
         return ejkernel.flash_attention(query, key, value, **options).astype(jnp.float32).sum()
 
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
     sinks = jax.ShapeDtypeStruct((8, 1), jnp.float32)
-    compiled = compile_for(CHIPS[name], jax.jit(jax.grad(loss, (0, 1, 2, 3))), query, key, key, sinks)
+    borders = jax.ShapeDtypeStruct((9,), jnp.int32)
+    compiled = compile_for(CHIPS[name], jax.jit(jax.grad(loss, (0, 1, 2, 3))), query, key, key, sinks, borders)
     kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
     return {"kernels": kernels, "temporaries": compiled.memory_analysis().temp_size_in_bytes}
 
@@ -331,7 +334,8 @@ def sharded() -> dict[str, Any]:
 FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "sharded": lambda chips: sharded(),
     "step": lambda chips: {chip: decoding(chip) for chip in chips},
-    "flash_attention": lambda chips: {chip: attention(chip) for chip in chips},
+    "flash_attention": lambda chips: {chip: attention(chip, packed=False) for chip in chips},
+    "flash_attention, packed": lambda chips: {chip: attention(chip, packed=True) for chip in chips},
 }
 
 
@@ -347,27 +351,38 @@ def origin() -> dict[str, str]:
 
 
 class Report:
-    """Rows and what else was found, in a file if there is one."""
+    """Rows and what else was found; in a file, if there is one, which several processes may write to."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.origin = path, origin()
-        self.rows: list[Row] = []
+        self.rows: dict[tuple[str, ...], Row] = {}
         self.found: dict[str, Any] = {}
-        if path is not None and path.exists():
-            content = json.loads(path.read_text())
-            if {name: content.get(name) for name in self.origin} == self.origin:
-                self.rows = [Row(**row) for row in content["rows"]]
-                self.found = {name: each for name, each in content.items() if name in FOUND}
+        self.add()
 
     def of(self, case: Case, chip: str) -> list[Row]:
-        return [row for row in self.rows if (row.case, row.chip) == (case.name, chip)]
+        return [row for key, row in self.rows.items() if key[:2] == (case.name, chip)]
 
-    def write(self) -> None:
-        if self.path is not None:
-            order = {case.name: number for number, case in enumerate(CASES)}
-            self.rows.sort(key=lambda row: (order[row.case], list(CHIPS).index(row.chip)))
-            content = {**self.origin, "rows": [asdict(row) for row in self.rows], **self.found}
-            self.path.write_text(json.dumps(content, indent=1) + "\n")
+    def add(self, rows: Iterable[Row] = (), **found: Any) -> None:
+        self.rows |= {(row.case, row.chip, row.kernel): row for row in rows}
+        self.found |= found
+        if self.path is None:
+            return
+        with self.path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            self._take_up(json.loads(file.read() or "{}"))
+            file.truncate(0)
+            cases, chips = [case.name for case in CASES], list(CHIPS)
+            rows = sorted(self.rows.values(), key=lambda row: (cases.index(row.case), chips.index(row.chip)))
+            content = {**self.origin, "rows": [asdict(row) for row in rows], **self.found}
+            file.write(json.dumps(content, indent=1) + "\n")
+
+    def _take_up(self, content: dict[str, Any]) -> None:
+        """What the same code and compiler have left."""
+        if {name: content.get(name) for name in self.origin} == self.origin:
+            rows = [Row(**row) for row in content["rows"]]
+            self.rows = {(row.case, row.chip, row.kernel): row for row in rows} | self.rows
+            self.found = {name: each for name, each in content.items() if name in FOUND} | self.found
 
 
 def said(row: Row) -> str:
@@ -395,16 +410,15 @@ def main() -> int:
                 rows = report.of(case, chip)
                 if not rows:
                     rows = list(measure(case, chip, folder))
-                    report.rows += rows
-                    report.write()
+                    report.add(rows)
                 print(*map(said, rows), sep="\n", flush=True)
             except Exception as error:
                 refused += 1
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
-        if not arguments.cases and not folder:
+        if not arguments.cases and not folder and set(chips) == set(CHIPS):
             for kind, find in FOUND.items():
-                report.found[kind] = report.found.get(kind) or find(chips)
-                report.write()
+                if kind not in report.found:
+                    report.add(**{kind: find(chips)})
                 for name, each in report.found[kind].items():
                     print(f"{kind}, {name}: {each}")
     return min(refused, 1)

@@ -230,8 +230,15 @@ def _sharded() -> Iterator[list[str]]:
 
 
 def _layers() -> Iterator[list[str]]:
-    columns = ("output", "gradients", "decoding")
-    yield ["layer", "reference", *columns]
+    columns = {
+        "output": "output",
+        "gradients": "gradients",
+        "decoding": "decoding",
+        "float64": "both in float64",
+        "ours": "ours",
+        "theirs": "theirs",
+    }
+    yield ["layer", "reference", *columns.values()]
     for row in _read("layers")["rows"]:
         cells = (
             f"{row[name]:.1e}".replace("e-", "e\u2011") if name in row else "-"

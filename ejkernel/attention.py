@@ -178,7 +178,7 @@ def flash_attention(
             what came before in decoding or chunked prefill. One int, or one for each row or packed sequence.
         return_lse: Return the log of the softmax's denominator too.
         block_sizes: How many queries and how many keys XLA takes at a time; `None` leaves it to the library.
-        platform: Forces an implementation: `"xla"`, `"triton"`, `"cudnn"`.
+        platform: Forces an implementation: `"xla"`, `"triton"`, `"cudnn"`, `"splash"`.
 
     Returns:
         The output, `[B, S, H, Dv]` or packed `[S, H, Dv]` as the query came. With `return_lse` also
@@ -221,6 +221,7 @@ def flash_attention(
     call = replace(
         call,
         sequences=sequences,
+        separate=cu_seqlens_kv is not None,
         offset=offset is not None,
         return_lse=_checks.flag("return_lse", return_lse),
         block_sizes=None if block_sizes is None else _checks.block_sizes(block_sizes),

@@ -1,10 +1,7 @@
 """Triton's interpreter, made fit for fla's kernels: to be imported before them."""
 
 import ast
-import os
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import ASTTransformer

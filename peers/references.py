@@ -22,6 +22,7 @@ from transformers import (  # noqa: E402
     Mamba2Config,
     MiniMaxConfig,
     Qwen3NextConfig,
+    logging,
 )
 from transformers.models.bamba.modeling_bamba import BambaMixer  # noqa: E402
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding  # noqa: E402
@@ -37,6 +38,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
 )
 
 del sys.modules["fla"]
+logging.set_verbosity_error()  # it would warn that its own code is slow
 
 from fla.layers import GatedLinearAttention, KimiDeltaAttention, MultiScaleRetention, kda  # noqa: E402
 from fla.models.utils import Cache as FlaCache  # noqa: E402

@@ -58,6 +58,7 @@ class Call:
     dtype: np.dtype
     softmax_dtype: np.dtype
     sequences: int | None = None  # packed in one row
+    separate: bool = False  # whether keys have borders of their own
     offset: bool = False
     return_lse: bool = False
     return_weights: bool = False

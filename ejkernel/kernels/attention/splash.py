@@ -13,9 +13,12 @@ from ejkernel.kernels import _pallas, _varying
 from ejkernel.kernels.attention.borrowed import Borrowed, attend
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 LANES = 128
 LARGEST_BLOCK = 512
+# Products and sums of numbers up to here stay within float32, whatever they are multiplied by.
+HARMLESS = 2.0**30
 
 
 def supports(call: Call) -> str | None:
@@ -29,8 +32,7 @@ def _options(call: Call) -> str | None:
         "bias": call.bias_shape is not None,
         "softmax_aux with more than one sink": call.sinks not in (None, 1),
         "dropout": call.dropout > 0,
-        # it weighs what is masked by 0, and 0 times NaN is NaN
-        "cu_seqlens that keep a NaN in its own sequence": call.sequences is not None,
+        "cu_seqlens_kv": call.separate,
         "query_offset": call.offset,
         "gradient of return_lse": call.return_lse,
         "softmax_dtype other than float32": call.softmax_dtype != np.float32,
@@ -90,16 +92,24 @@ def _direct(call: Call, inputs: Inputs) -> Array:
         q_seq_shards=1,
         interpret=_pallas.INTERPRET is not None,
     )
-    query, key, value = (x.swapaxes(1, 2) for x in inputs[:3])
+    query, key, value = (_used(inputs, x).swapaxes(1, 2) for x in inputs[:3])
     # it has no scale of its own
     query = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
-    sinks = inputs.sinks
-    if sinks is None:
-        output = jax.vmap(kernel)(query, key, value)
-    else:
-        each = jnp.broadcast_to(_by_head(call, sinks), (call.heads,))
-        output = jax.vmap(lambda *x: kernel(*x, None, each))(query, key, value)
-    return output.swapaxes(1, 2)
+    segments = None
+    if inputs.cu_seqlens is not None:
+        ids = prepare_sequence_ids(inputs.cu_seqlens, total_tokens=call.queries).astype(np.int32)
+        segments = kernels.SegmentIds(ids, ids)
+    options = () if inputs.sinks is None else (jnp.broadcast_to(_by_head(call, inputs.sinks), (call.heads,)),)
+    output = jax.vmap(lambda *x: kernel(*x, segments, *options))(query, key, value)
+    return _used(inputs, output.swapaxes(1, 2))
+
+
+def _used(inputs: Inputs, x: Array) -> Array:
+    """`x [1, T, …]` with 0 for tokens past the last border of a packed stream; what is not packed as it is."""
+    if inputs.cu_seqlens is None:
+        return x
+    token = jax.lax.broadcasted_iota(inputs.cu_seqlens.dtype, x.shape, 1)
+    return jnp.where(token < inputs.cu_seqlens[-1], x, jnp.zeros_like(x))
 
 
 def _by_head(call: Call, sinks: Array) -> Array:
@@ -137,8 +147,22 @@ def _enter(run: Callable[..., Any], instead: Callable[..., Any], *trees: Any) ->
         found = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
         return [x.astype(each.dtype) for x, each in zip(found, shapes, strict=True)]
 
-    found = _pallas.launch(functools.partial(flat, run), functools.partial(flat, instead), shapes, *arrays)
-    return jax.tree.unflatten(made, found)
+    kernel, other = functools.partial(flat, run), functools.partial(flat, instead)
+    if trees[0].cu_seqlens is not None:
+        kernel = functools.partial(_unless_it_leaks, kernel, other, tree)
+    return jax.tree.unflatten(made, _pallas.launch(kernel, other, shapes, *arrays))
+
+
+def _unless_it_leaks(run: Callable[..., Any], instead: Callable[..., Any], tree: Any, *arrays: Array) -> Any:
+    """`run(*arrays)`; `instead` if a sequence has numbers that would reach the others.
+
+    It weighs what is masked by 0, and 0 times NaN is NaN.
+    """
+    inputs, *rest = jax.tree.unflatten(tree, arrays)
+    # a cotangent comes last, after what was kept
+    tokens = [*inputs[:3], *rest[1:]]
+    harmless = [(jnp.abs(_used(inputs, x)) <= HARMLESS).all() for x in tokens]
+    return jax.lax.cond(jnp.stack(harmless).all(), run, instead, *arrays)
 
 
 _SPLASH = Borrowed(_direct, _enter)

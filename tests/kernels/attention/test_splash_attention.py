@@ -1,5 +1,7 @@
 """What `flash_attention` leaves to JAX's splash attention on TPUs, in Pallas' interpreter against the oracle."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from conftest import assert_close
 
 import ejkernel
 from ejkernel.kernels import _pallas
+from ejkernel.kernels.attention import splash
 
 SIZES = {"batch": 1, "queries": 128, "key_dim": 64, "value_dim": 64}
 SERVED = [
@@ -45,7 +48,8 @@ def test_refuses_what_it_would_get_wrong():
         return ejkernel.explain(ejkernel.flash_attention, x, x, x, **options).refused.get("splash", "")
 
     assert not refused(causal=True)
-    assert "NaN" in refused(cu_seqlens=jnp.array([0, 100]))
+    assert not refused(cu_seqlens=jnp.array([0, 100]))
+    assert "cu_seqlens_kv" in refused(cu_seqlens=jnp.array([0, 100]), cu_seqlens_kv=jnp.array([0, 90]))
     assert "float32" in refused(dtype=jnp.float32)
     assert "128" in refused((1, 100, 2, 64))
     assert "head dims" in refused((1, 128, 2, 80))
@@ -54,12 +58,41 @@ def test_refuses_what_it_would_get_wrong():
 
 
 @pytest.mark.parametrize("platforms", [["tpu"], ["cpu", "tpu"]])
-def test_exports_hold_the_kernels(platforms):
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": jnp.array([0, 100])}], ids=["rows", "packed"])
+def test_exports_hold_the_kernels(platforms, options):
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
 
-    def gradient(x):
-        return jax.grad(lambda x: ejkernel.flash_attention(x, x, x, causal=True).astype(jnp.float32).sum())(x)
+    def loss(x):
+        output = ejkernel.flash_attention(x, x, x, causal=True, **options)
+        return output.astype(jnp.float32).sum()
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x)
+        exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=platforms)(x)
     assert exported.mlir_module().count("tpu_custom_call") == 3
+
+
+def test_packed(monkeypatch):
+    """A NaN stays in its sequence, also one in a cotangent; padding has no effect."""
+    monkeypatch.setattr(_pallas, "INTERPRET", True)
+    monkeypatch.setattr(splash, "LARGEST_BLOCK", 128)
+    case = Case("packed", **SIZES | {"queries": 256}, keys=256, kv_heads=1)
+    options = {"causal": True, "sliding_window": (60, 0), "cu_seqlens": np.array([0, 100, 100, 200])}
+    arrays = {name: jnp.asarray(each).at[:, 200:].set(jnp.nan) for name, each in case.arrays(jnp.bfloat16).items()}
+    cotangent = jax.random.normal(jax.random.key(0), arrays["query"].shape).at[:, 200:].set(jnp.nan)
+
+    def of(platform):
+        call = functools.partial(ejkernel.flash_attention, **options, platform=platform)
+        return functools.partial(results_and_gradients, call)
+
+    run = of("splash")
+    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
+    right = oracle.flash_attention(**exact, **options)[0], of("xla")(exact, cotangent)[1]
+    spoilt = arrays | {"value": arrays["value"].at[:, 150].set(jnp.nan)}
+    for given, last in ((cotangent, arrays), (cotangent, spoilt), (cotangent.at[:, 150].set(jnp.nan), arrays)):
+        found = run(last, given)
+        clean = slice(0, 256 if last is arrays and given is cotangent else 100)
+        assert_close(found[0][:, clean], right[0][:, clean], 1e-2)
+        for name, each in found[1].items():
+            assert_close(each[:, clean], right[1][name][:, clean], 2e-2, name)
+        assert not found[0][:, 200:].any() and not any(each[:, 200:].any() for each in found[1].values())
+    assert np.isnan(found[1]["query"][:, 150]).any()
