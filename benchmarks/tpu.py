@@ -4,7 +4,7 @@ libtpu's compiler runs on any Linux machine. What it refuses here (too much VMEM
 refuses on the chip. It also prints its schedule: a bundle is a cycle where nothing stalls. So bundles bound what the
 schedule allows and never a time: what waits for memory, and how transfers overlap, only a chip can tell.
 
-It takes long, so a file that it writes grows row by row, and what the same code and compiler left there is kept.
+It takes long, so its file grows row by row, and rows that the same kernels and compiler have left there are kept.
 """
 
 import argparse
@@ -417,8 +417,7 @@ def main() -> int:
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
         if not arguments.cases and not folder and set(chips) == set(CHIPS):
             for kind, find in FOUND.items():
-                if kind not in report.found:
-                    report.add(**{kind: find(chips)})
+                report.add(**{kind: find(chips)})
                 for name, each in report.found[kind].items():
                     print(f"{kind}, {name}: {each}")
     return min(refused, 1)

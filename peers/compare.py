@@ -101,7 +101,9 @@ def _output_and_gradients(graph: Any, parameters: Any, rest: Any, x: Any, weight
 
 
 def _ours(reference: Reference, x: np.ndarray, weights: np.ndarray) -> Computed:
-    layer = reference.load(_arrays(reference.module.state_dict()), param_dtype=x.dtype)
+    # in float64 before anything is added to them
+    given = {name: each.astype(x.dtype) for name, each in _arrays(reference.module.state_dict()).items()}
+    layer = reference.load(given, param_dtype=x.dtype)
     output, (of_parameters, of_x) = _output_and_gradients(*nnx.split(layer, nnx.Param, ...), x, weights)
     gradients = {**_by_our_names(of_parameters), "x": np.asarray(of_x)}
     return Computed(np.asarray(output), gradients, _our_decoding(layer, x))
