@@ -59,7 +59,8 @@ def main() -> int:
         for name, bound in BOUNDS.items()
         if name in row and not row[name] <= bound
     ]
-    print(*above, sep="\n", file=sys.stderr)
+    for line in above:
+        print(line, file=sys.stderr)
     return 1 if above else 0
 
 
