@@ -163,12 +163,14 @@ def errors(work: Work, arrays: tuple[Any, ...], results: Any) -> list[float]:
     return found
 
 
-def clock(function: Callable[..., Any], sets: list[tuple[Any, ...]], batches: int = 9) -> tuple[float, float]:
+def clock(
+    function: Callable[..., Any], sets: list[tuple[Any, ...]], batches: int = 9, seconds: float = 0.02
+) -> tuple[float, float]:
     """Median milliseconds of a call and the distance of the quartiles, over batches of calls on rotating inputs."""
     jax.block_until_ready(function(*sets[0]))
     start = time.perf_counter()
     jax.block_until_ready(function(*sets[-1]))
-    calls = max(4, min(200, int(0.02 / (time.perf_counter() - start))))
+    calls = max(4, min(200, int(seconds / (time.perf_counter() - start))))
     times = []
     for _ in range(batches):
         start = time.perf_counter()

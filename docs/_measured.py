@@ -36,6 +36,16 @@ CALLS = {
     "gla-float16": "`recurrent_gla`, float16",
     "simple_gla-float16": "`simple_gla`, float16",
 }
+# and those of benchmarks/gpu_delta_rule.py
+DELTA_RULE = {
+    "delta": "`delta_rule`",
+    "gated": "`gated_delta_rule`",
+    "kda": "`kda`, mild gates",
+    "kda-strong": "`kda`, strong gates everywhere",
+    "gated-long": "`gated_delta_rule`, `B1 T65536`",
+    "gated-B32": "`gated_delta_rule`, `B32 T1024`",
+    "gated-T32768-packed": "the same tokens, 32 uneven sequences packed",
+}
 PEERS = {
     "scan": "`lax.scan`",
     "jax.nn": "`jax.nn`, XLA",
@@ -58,34 +68,49 @@ def _table(*rows: Iterable[str]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _recurrence() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+Calls = Iterator[tuple[str, dict[str, dict[str, Any]]]]
+
+
+def _recurrence() -> Calls:
+    return _calls("linear_recurrence_h200", CALLS)
+
+
+def _delta_rule() -> Calls:
+    return _calls("delta_rule_h200", DELTA_RULE)
+
+
+def _calls(results: str, calls: dict[str, str]) -> Calls:
     """Each call and its rows, by direction."""
-    found = {row["name"]: row for row in _read("linear_recurrence_h200")["rows"]}
-    for name, call in CALLS.items():
+    found = {row["name"]: row for row in _read(results)["rows"]}
+    for name, call in calls.items():
         both = {"forward": name, "forward + backward": f"{name}-backward"}
         yield call, {each: found[row] for each, row in both.items() if row in found}
 
 
 def _fla() -> Iterator[list[str]]:
     yield ["times", "call", "direction", "ours, ms", "fla, ms"]
-    for call, rows in _recurrence():
+    for call, rows in (*_recurrence(), *_delta_rule()):
         for direction, row in rows.items():
             if theirs := row["fla_ms"]:
                 times = _times(theirs / row["ms"])
                 yield [times, call, direction, f"{row['ms']:.3f}", f"{theirs:.2f}"]
 
 
-def _triton() -> Iterator[list[str]]:
-    yield ["call", "ms", "floor, ms", "error", "beside, MiB", "compile, s"]
-    numbers = {
-        "ms": "{:.3f}",
-        "floor_ms": "{:.3f}",
-        "largest_error": "{:.1e}",
-        "beside_inputs_and_outputs_mib": "{:.0f}",
-        "compile_s": "{:.1f}",
-    }
-    for call, rows in _recurrence():
-        yield [call, *(_both(rows, name, form) for name, form in numbers.items())]
+NUMBERS = {
+    "ms": ("ms", "{:.3f}"),
+    "floor_ms": ("floor, ms", "{:.3f}"),
+    "largest_error": ("error", "{:.1e}"),
+    "beside_inputs_and_outputs_mib": ("beside, MiB", "{:.0f}"),
+}
+
+
+def _triton(
+    calls: Calls, numbers: dict[str, tuple[str, str]] = NUMBERS
+) -> Iterator[list[str]]:
+    yield ["call", *(title for title, _ in numbers.values())]
+    for call, rows in calls:
+        cells = (_both(rows, name, form) for name, (_, form) in numbers.items())
+        yield [call, *cells]
 
 
 def _both(rows: dict[str, dict[str, Any]], name: str, form: str) -> str:
@@ -261,7 +286,10 @@ TABLES = {
     "layers": _layers,
     "layers_versions": _layers_versions,
     "flash": _flash,
-    "triton": _triton,
+    "triton": lambda: _triton(
+        _recurrence(), NUMBERS | {"compile_s": ("compile, s", "{:.1f}")}
+    ),
+    "delta_rule": lambda: _triton(_delta_rule()),
     "fla": _fla,
     "cudnn": _cudnn,
     "pytorch": _pytorch,

@@ -12,7 +12,7 @@ from triton_delta_rule_cases import answers, assert_matches, inputs, on_triton, 
 from ejkernel.kernels import _launch
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
-from ejkernel.kernels.delta_rule.triton import configs
+from ejkernel.kernels.delta_rule.triton import configs, launcher
 from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 
@@ -29,9 +29,9 @@ TOLERANCE = {
 }
 
 
-def small(chunk=16, block=16):
+def small(chunk=16, block=16, fill=0):
     """Small blocks: several chunks, and blocks of dims, in a few dozen tokens."""
-    return Config(chunk, "ieee", "ieee", *[Tile(block, 4, 1)] * 4, block, Tile(block, 4, 1))
+    return Config(chunk, "ieee", "ieee", *[Tile(block, 4, 1)] * 6, block, Tile(block, 4, 1), fill)
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,20 @@ def test_chunks_of_full_size(monkeypatch, per_key):
     check(replace(case, gate="strong" if per_key else "tiny", per_key=per_key))
 
 
+SEGMENTED = [
+    Case("segments", tokens=75, gate="tiny", state="each", key_dim=20, value_dim=20, **ONE),
+    Case("segments packed", lengths=(3, 0, 75, 1), padding=5, gate="tiny", per_key=True, state="each", **ONE),
+    Case("segments without state", tokens=64, options={"reverse": True}, **ONE),
+]
+
+
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_time_segments(monkeypatch, case):
+    monkeypatch.setattr(configs, "configure", lambda *_: small(fill=99))
+    monkeypatch.setattr(launcher, "FEWEST_CHUNKS", 1)
+    check(case)
+
+
 def test_sequences_do_not_touch_and_padding_has_no_effect():
     """A NaN in one packed sequence changes no bit of another, and one in the padding none at all."""
     case = Case("leaks", lengths=(17, 5, 9), padding=3, gate="ordinary", state="each", **{**ONE, "batch": 1})
@@ -133,18 +147,11 @@ def test_gradient_of_gradient():
     np.testing.assert_allclose(along, (exact(1e-4) - exact(-1e-4)) / 2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_vmap(packed):
-    case = Case("vmap", tokens=10, lengths=(6, 4) if packed else None, gate="ordinary", state="each", **ONE)
+def test_vmap():
+    case = Case("vmap", tokens=10, gate="ordinary", state="each", **ONE)
     each = [inputs(case, "float32", seed) for seed in range(2)]
     one, cotangents = with_gradients(case, each[1])
-    rest = {"cu_seqlens": each[0].pop("cu_seqlens")} if packed else {}
-    each[1].pop("cu_seqlens", None)
-
-    def mapped(x):
-        return with_gradients(case, {**x, **rest}, cotangents)[0]
-
-    found = jax.vmap(mapped)(jax.tree.map(lambda *x: jnp.stack(x), *each))
+    found = jax.vmap(lambda x: with_gradients(case, x, cotangents)[0])(jax.tree.map(lambda *x: jnp.stack(x), *each))
     for name, x in found.items():
         np.testing.assert_allclose(x[1], one[name], rtol=1e-5, atol=1e-6, err_msg=name)
 

@@ -54,6 +54,8 @@ SHAPES = [
     {"name": "packed-reverse-shared", **UNEVEN, "options": {"reverse": True}, "own_heads": (1, 1, 2), "key_dim": 64},
     {"name": "alike", "keys": "nearly equal"},
     {"name": "few-tokens", "tokens": 5},
+    {"name": "segments", "batch": 1, "tokens": 900},
+    {"name": "segments-packed-reverse", "lengths": (1, 0, 900, 3), "padding": 5, "options": {"reverse": True}},
 ]
 
 
@@ -71,7 +73,12 @@ def test_any_gate(gate, base):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    "case", [NONE, HEAD, KEY, replace(KEY, gate="mixed"), replace(NONE, keys="nearly equal")], ids=str
+    "case",
+    [
+        *(NONE, HEAD, KEY, replace(KEY, gate="mixed"), replace(NONE, keys="nearly equal")),
+        replace(KEY, name="segments", gate="tiny", tokens=500),
+    ],
+    ids=str,
 )
 def test_dtypes(case, dtype):
     check(replace(case, batch=1), dtype)

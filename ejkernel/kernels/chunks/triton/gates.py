@@ -11,6 +11,7 @@ LEAST = tl.constexpr(-200.0)
 # 2**128 is the first power that float32 does not have, and 2**190 takes any number that matters beyond.
 MOST = tl.constexpr(127.99)
 BEYOND = tl.constexpr(190.0)
+LARGEST = tl.constexpr(3e38)
 
 
 @triton.jit

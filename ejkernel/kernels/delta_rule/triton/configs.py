@@ -14,54 +14,62 @@ class Config:
         chunk: Tokens that one triangular system solves for.
         precision: Of the dots on float32 operands.
         invert: Of the dots that make an inverse, on float32 operands too.
-        system: The kernel that solves the systems; its block is what is taken at once of key dims with gates.
+        system: The kernel that solves the systems; it takes all key dims at once.
+        gated: The same where key dims have gates, by blocks of these.
         forward: The walk over chunks, by blocks of value dims.
+        effects: The walk that finds what time segments do to states.
         backward: The walk back.
         gradients: The kernel of all gradients, by blocks of value dims.
-        key_block: Key dims without gates that the latter takes at once.
+        key_block: Key dims that the latter takes at once.
         step: The token-by-token kernel.
+        fill: Programs that occupy the chip; fewer, and time is cut in segments.
     """
 
     chunk: int
     precision: str
     invert: str
     system: Tile
+    gated: Tile
     forward: Tile
+    effects: Tile
     backward: Tile
     gradients: Tile
     key_block: int
     step: Tile
+    fill: int
 
 
 _STEP = Tile(64, 4, 1)
 _THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
+_AHEAD, _FURTHER, _DEEP = Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 8, 1)
+_THIN_AHEAD, _LARGE, _LARGE_AHEAD = Tile(32, 4, 2), Tile(128, 8, 1), Tile(128, 8, 2)
 _BF16, _TF32 = ("tf32x3", "bf16x3"), ("tf32x3", "tf32x3")
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(64, *_BF16, _WIDE, Tile(128, 8, 2), Tile(128, 8, 2), Tile(128, 8, 1), 128, _STEP),
-        256: Config(64, *_BF16, _WIDE, Tile(64, 8, 1), Tile(64, 8, 1), Tile(128, 8, 2), 64, _STEP),
+        128: Config(64, *_BF16, _WIDE, _THIN_AHEAD, _LARGE_AHEAD, _FURTHER, _LARGE_AHEAD, _LARGE, 128, _STEP, 132),
+        256: Config(64, *_BF16, _WIDE, _THIN_AHEAD, _DEEP, _DEEP, _DEEP, _LARGE, 128, _STEP, 132),
     },
     MEDIUM: {
-        128: Config(32, *_BF16, _WIDE, Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), 64, _STEP),
-        256: Config(32, *_BF16, _WIDE, _THIN, _THIN, Tile(64, 4, 1), 64, _STEP),
+        128: Config(32, *_BF16, _WIDE, _WIDE, _AHEAD, _AHEAD, _AHEAD, _WIDE, 64, _STEP, 216),
+        256: Config(32, *_BF16, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 216),
     },
     SMALL: {
-        128: Config(32, *_BF16, _WIDE, _THIN, _THIN, _WIDE, 64, _STEP),
-        256: Config(32, *_BF16, _THIN, _THIN, _THIN, _WIDE, 64, _STEP),
+        128: Config(32, *_BF16, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
+        256: Config(32, *_BF16, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(32, *_TF32, _WIDE, _THIN, _THIN, _WIDE, 32, _STEP),
-        256: Config(16, *_TF32, _THIN, _THIN, _THIN, _WIDE, 32, _STEP),
+        128: Config(32, *_TF32, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
+        256: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
     },
     MEDIUM: {
-        128: Config(32, *_TF32, _THIN, _THIN, _THIN, _WIDE, 32, _STEP),
-        256: Config(16, *_TF32, _THIN, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP),
+        128: Config(32, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 216),
+        256: Config(16, *_TF32, _THIN, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP, 216),
     },
     SMALL: {
-        128: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, 32, _STEP),
-        256: Config(16, *_TF32, _THIN, _SHALLOW, _SHALLOW, _THIN, 32, _STEP),
+        128: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _THIN, 32, _STEP, 256),
+        256: Config(16, *_TF32, _THIN, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _THIN, 32, _STEP, 256),
     },
 }
 

@@ -23,10 +23,14 @@ DEVICE = {
     "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
     "key_gates": "ejkernel.kernels.delta_rule.triton.device.key_gates",
     "key_gradients": "ejkernel.kernels.delta_rule.triton.device.key_gradients",
+    "segments": "ejkernel.kernels.delta_rule.triton.device.segments",
     "step": "ejkernel.kernels.delta_rule.triton.device.step",
     "system": "ejkernel.kernels.delta_rule.triton.device.system",
     "walk": "ejkernel.kernels.delta_rule.triton.device.walk",
 }
+
+# A time segment has at least so many.
+FEWEST_CHUNKS = 4
 
 
 def device(name: str) -> Any:
@@ -44,7 +48,17 @@ class Plan:
     @staticmethod
     def of(call: Call) -> "Plan":
         config = configs.configure(_launch.capability() or 90, call.dtype == np.float32, call.key_dim)
-        return Plan(config, config.chunk * cdiv(call.tokens, config.chunk))
+        programs = call.heads * cdiv(call.value_dim, min(config.forward.block, padded(call.value_dim)))
+        # packed sequences may be of any length, but most often are alike
+        segments = config.fill // (programs * call.sequences)
+        segments = min(segments, call.tokens // (config.chunk * FEWEST_CHUNKS))
+        # what a segment does to states costs as much again, and twice that
+        if segments < 3:
+            segments = 1
+        return Plan(config, config.chunk * cdiv(call.tokens, config.chunk * segments))
+
+    def segmented(self, call: Call) -> bool:
+        return self.segment < call.tokens
 
 
 @dataclass(frozen=True)
@@ -113,10 +127,33 @@ class Launcher:
         """Of every token and head."""
         return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
 
-    def parts(self, number: int, like: jax.Array) -> jax.ShapeDtypeStruct:
-        """Of every token and head, a gradient of `like` in a number of parts; in float32 if they are to be added up."""
-        dtype = like.dtype if number == 1 and like.shape[2] == self.call.heads else F32
-        return shape(self.call.batch, self.call.tokens, self.call.heads, number, like.shape[3], dtype=dtype)
+    def by_parts(self) -> dict[str, Any]:
+        """How the kernels of gradients are launched, over chunks, by blocks of value dims whose parts are added up."""
+        call, config = self.call, self.config
+        block = min(config.gradients.block, padded(call.value_dim))
+        return {
+            "programs": self.blocks(config.chunk) * call.heads * cdiv(call.value_dim, block),
+            "tile": config.gradients,
+            "length": config.chunk,
+            "BK": min(config.key_block, padded(call.key_dim)),
+            "BV": block,
+        }
+
+    def token_parts(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+        """Of every token, head and block of value dims."""
+        number = cdiv(self.call.value_dim, self.by_parts()["BV"])
+        return shape(self.call.batch, self.call.tokens, self.call.heads, number, *sizes, dtype=dtype)
+
+    def parts(self, like: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """Parts of a gradient of `like`, in float32 if they, or heads that share it, are to be added up."""
+        found = self.token_parts(like.shape[3], dtype=dtype or like.dtype)
+        alone = found.shape[3] == 1 and like.shape[2] == self.call.heads
+        return found if alone else self.token_parts(like.shape[3])
+
+    def values(self) -> jax.ShapeDtypeStruct:
+        """The values' gradient, of every head."""
+        call = self.call
+        return self.rows(call.value_dim, call.dtype if self.facts.value_heads == call.heads else F32)
 
     def chunked(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
         """Of every chunk and head."""
@@ -125,6 +162,10 @@ class Launcher:
     def states(self) -> jax.ShapeDtypeStruct:
         """Of every sequence and head."""
         return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
+
+    def segments(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Of every time segment and head, rows of key dims."""
+        return shape(self.blocks(self.plan.segment), self.call.heads, rows, self.call.key_dim)
 
     def gates(self) -> dict[str, Any]:
         """How the gates of key dims are summed up."""
@@ -163,13 +204,14 @@ class Launcher:
         )
         return list(results)
 
-    def walk(self, kernel: Any, *arrays: Any, tile: Tile, **rest: Any) -> list[jax.Array]:
-        """Runs `kernel` over time segments, a block of value dims a program."""
+    def walk(self, kernel: Any, *arrays: Any, tile: Tile, further: int = 0, **rest: Any) -> list[jax.Array]:
+        """Runs `kernel` over time segments, a block of value dims, or of as many `further` rows, a program."""
         block, length = min(tile.block, padded(self.call.value_dim)), self.plan.segment
+        parts = cdiv(self.call.value_dim, block) + cdiv(further, block)
         return self.launch(
             kernel,
             *arrays,
-            programs=self.blocks(length) * self.call.heads * cdiv(self.call.value_dim, block),
+            programs=self.blocks(length) * self.call.heads * parts,
             tile=tile,
             length=length,
             segment=True,

@@ -3,14 +3,18 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.xla.decode import beside_states
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, shape
+from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.linear_recurrence.triton.launcher import F32
 from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 
+# As many numbers are kept of every row of a chunk as `device.decays` says.
+WEIGHTS = 5
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8
 
@@ -30,9 +34,10 @@ class Kept(NamedTuple):
     added: jax.Array  # what tokens add to the state [B, T, H, V]
     reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
     transposed: jax.Array  # inverses of the chunks' systems, transposed [chunks, H, C, C]
-    weights: jax.Array  # beta, decays since a chunk's start and until its end [chunks, H, 3, C]
+    weights: jax.Array  # of a chunk's rows, as device code's `WEIGHTS` lists them [chunks, H, 5, C]
     folded: Folded | None
     states: jax.Array  # that chunks begin with, transposed [chunks, H, V, K]
+    transitions: jax.Array | None  # what time segments make of states, by the key dims of these [segments, H, K, K]
 
 
 def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Kept | None]:
@@ -71,20 +76,34 @@ def _walk(
             launcher.chunked(chunk, chunk, dtype=dtype),
             launcher.chunked(chunk, chunk),
             launcher.chunked(chunk, chunk) if keep else None,
-            launcher.chunked(3, chunk),
+            launcher.chunked(WEIGHTS, chunk),
             *([hat, hat, hat, total] if keyed else []),
         ],
         programs=launcher.blocks(chunk) * call.heads,
-        tile=config.system,
+        tile=config.gated if keyed else config.system,
         length=chunk,
-        BK=min(config.system.block, padded(call.key_dim)) if keyed else padded(call.key_dim),
+        BK=min(config.gated.block if keyed else 256, padded(call.key_dim)),
         KEEP=keep,
         **(launcher.gates() if keyed else {}),
     )
     folded = Folded(*folds) if keyed else Folded(query, key)
+    walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total
+    time, transitions = "whole", None
+    if launcher.plan.segmented(call):
+        *_, transitions, effects = launcher.walk(
+            device("walk").forward,
+            *(*walked, start),
+            outputs=[None, None, launcher.segments(call.key_dim), launcher.segments(call.value_dim)],
+            tile=config.effects,
+            further=call.key_dim,
+            START=start is not None,
+            KEEP=False,
+            TIME="effects",
+        )
+        time, start = "segments", _scan_segments(launcher, effects, transitions, start, back=False)
     output, added, states, last = launcher.walk(
         device("walk").forward,
-        *(folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total, start),
+        *(*walked, start),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.rows(call.value_dim, dtype) if keep else None,
@@ -94,10 +113,33 @@ def _walk(
         tile=config.forward,
         START=start is not None,
         KEEP=keep,
+        TIME=time,
     )
     if not keep:
         return output, last, None
-    return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states)
+    return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states, transitions)
+
+
+def _scan_segments(
+    launcher: Launcher, effects: jax.Array, transitions: jax.Array, start: jax.Array | None, back: bool
+) -> jax.Array:
+    """What time segments are entered with, `[segments, H, V, K]`, sequences with `start`."""
+    call, block = launcher.call, 16
+    (found,) = launcher.launch(
+        device("segments").scan_segments,
+        *(effects, transitions, start),
+        outputs=[launcher.segments(call.value_dim)],
+        programs=call.sequences * call.heads * cdiv(call.value_dim, block),
+        tile=Tile(block, 4, 1),
+        length=launcher.plan.segment,
+        segment=True,
+        BK=padded(call.key_dim),
+        BC=min(32, padded(call.key_dim)),
+        BV=block,
+        BACK=back,
+        START=start is not None,
+    )
+    return found
 
 
 def backward(
@@ -113,21 +155,27 @@ def backward(
     if kept is None:
         kept = _walk(launcher, True, inputs, start)[2]
         assert kept is not None
-    config, dtype, chunk = launcher.config, call.dtype, launcher.config.chunk
+    config, dtype = launcher.config, call.dtype
     folded = kept.folded or Folded(query, key)
+    walked = (
+        *(folded.query, folded.key, folded.write, doutput),
+        *(kept.reads, kept.transposed, kept.weights, folded.total),
+    )
+    time = "whole"
+    if kept.transitions is not None:
+        *_, effects = launcher.walk(
+            device("walk").backward,
+            *(*walked, dlast),
+            outputs=[None, None, launcher.segments(call.value_dim)],
+            tile=config.backward,
+            START=dlast is not None,
+            LAST=False,
+            TIME="effects",
+        )
+        time, dlast = "segments", _scan_segments(launcher, effects, kept.transitions, dlast, back=True)
     dr, dstates, dstart = launcher.walk(
         device("walk").backward,
-        *(
-            folded.query,
-            folded.key,
-            folded.write,
-            doutput,
-            kept.reads,
-            kept.transposed,
-            kept.weights,
-            folded.total,
-            dlast,
-        ),
+        *(*walked, dlast),
         outputs=[
             launcher.rows(call.value_dim, dtype),
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
@@ -136,37 +184,73 @@ def backward(
         tile=config.backward,
         START=dlast is not None,
         LAST=pull is not None,
+        TIME=time,
     )
-    block = min(config.gradients.block, padded(call.value_dim))
-    parts = cdiv(call.value_dim, block)
-    keyed = call.decay == "key"
-    small = shape(call.batch, call.tokens, call.heads, parts)
-    dquery, dkey, dvalue, dbeta, dgate = launcher.launch(
-        device("key_gradients").gradients_keyed if keyed else device("gradients").gradients,
-        *(query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates),
-        outputs=[
-            launcher.parts(parts, query),
-            launcher.parts(parts, key),
-            launcher.rows(call.value_dim, value.dtype if value.shape[2] == call.heads else F32),
-            small,
-            launcher.parts(parts, log_decay) if keyed else small if log_decay is not None else None,
-        ],
-        programs=launcher.blocks(chunk) * call.heads * parts,
-        tile=config.gradients,
-        length=chunk,
-        BK=min(config.system.block if keyed else config.key_block, padded(call.key_dim)),
-        BV=block,
-        **(launcher.gates() if keyed else {}),
-    )
+    given = query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates
+    if call.decay == "key":
+        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given)
+    else:
+        dquery, dkey, dvalue, dbeta, dgate = _gradients(launcher, *given, kept.weights)
     dvalue = dvalue[..., None, :]
     found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
     dlog_decay = dstate = None
     if log_decay is not None:
+        keyed = call.decay == "key"
         dlog_decay = _sum_parts(dgate, log_decay) if keyed else dgate.sum(-1).astype(log_decay.dtype)
     if pull is not None:
         of_first, dstate = pull(dstart)
         dlog_decay = None if dlog_decay is None else dlog_decay + of_first
     return (*found, dbeta.sum(-1).astype(beta.dtype), dlog_decay, dstate)
+
+
+def _gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
+    """Of query, key, value, beta and log decay, all but the value's in parts `[B, T, H, parts, ·]`."""
+    query, key, _, log_decay = arrays[:4]
+    small = launcher.token_parts()
+    return launcher.launch(
+        device("gradients").gradients,
+        *arrays,
+        outputs=[
+            launcher.parts(query),
+            launcher.parts(key),
+            launcher.values(),
+            small,
+            small if log_decay is not None else None,
+        ],
+        **launcher.by_parts(),
+    )
+
+
+def _key_gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
+    """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
+    query, key, _, log_decay = arrays[:4]
+    call, cut = launcher.call, launcher.by_parts()
+    flags = launcher.chunked(cdiv(call.key_dim, cut["BK"]), dtype=jnp.int32)
+    moving: list[Any] = [launcher.parts(each) for each in (query, key, log_decay)]
+    kernel, constants = device("key_gradients").gradients_keyed, launcher.gates() | {"FLAGS": cut["BK"]}
+    *found, dvalue, dbeta, strong = launcher.launch(
+        kernel,
+        *(*arrays, None, None, None, None),
+        outputs=[*moving, launcher.values(), launcher.token_parts(), flags],
+        STRONG=False,
+        EACH=1,
+        **cut,
+        **constants,
+    )
+    # most often there is nothing to do: a program looks after several heads, so that looking takes little time
+    each = next(number for number in (8, 4, 2, 1) if call.heads % number == 0)
+    cut |= {"programs": cut["programs"] // each, "BK": min(cut["BK"], 64)}
+    dquery, dkey, dgate, *_ = launcher.launch(
+        kernel,
+        *(*arrays, strong, *found),
+        outputs=[*moving, None, None, None],
+        aliases={len(arrays) + 1 + i: i for i in range(3)},
+        STRONG=True,
+        EACH=each,
+        **cut,
+        **constants,
+    )
+    return [dquery, dkey, dvalue, dbeta, dgate]
 
 
 def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -9,17 +9,16 @@ from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
 
 # no state that a token could be short of is so large that this part of it is not lost in rounding
 LEAST_BETA = tl.constexpr(2.0**-60)
+# numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates as by `sum_gates`
+WEIGHTS = tl.constexpr(5)
 
 
 @triton.jit
 def sum_gates(p_gate, i_token, i_h, o_t, m_gate, H: tl.constexpr):
-    """Sums of a chunk's gates to each row, in bits, whole ones and the rest apart: no strong gate costs others digits.
-
-    Also the gates themselves.
-    """
+    """Sums of a chunk's gates to each row, in bits, whole ones and the rest apart: no gate costs others digits."""
     b_gate = in_bits(tl.load(p_gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
-    return tl.cumsum(b_whole, 0), tl.cumsum(b_gate - b_whole, 0), b_gate
+    return tl.cumsum(b_whole, 0), tl.cumsum(b_gate - b_whole, 0)
 
 
 @triton.jit

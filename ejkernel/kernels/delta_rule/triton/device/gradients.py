@@ -5,20 +5,20 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
-from ejkernel.kernels.delta_rule.triton.device.decays import decays, pair_decays, sum_gates, writing
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 
 
 @triton.jit
 def of_values(
     p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, STORE: tl.constexpr = True,
 ):  # fmt: skip
     """Some value dims of a chunk: what is multiplied with states, and the gradients of scores and of the system.
 
-    The latter is strictly below the diagonal, where a token meets itself, and which is 1. Stores dv, and these dims'
-    part of dβ.
+    The latter is strictly below the diagonal, where a token meets itself, and which is 1. STORE stores dv, and
+    these dims' part of dβ.
     """
     H: tl.constexpr = CALL.heads
     V: tl.constexpr = CALL.value_dim
@@ -30,18 +30,29 @@ def of_values(
     b_u = load_rows(p_u, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
     b_dr = load_rows(p_dr, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
-    b_dv = b_dr.to(tl.float32) * b_beta[:, None]
-    tl.store(p_dv + o_rows, b_dv.to(p_dv.dtype.element_ty), mask=m_write[:, None] & (o_v[None, :] < V))
+    if STORE:
+        o_rows = o_t[:, None] * (H * V) + o_v[None, :]
+        b_dv = b_dr.to(tl.float32) * b_beta[:, None]
+        tl.store(
+            p_dv + (i_token * H + i_h) * V + o_rows,
+            b_dv.to(p_dv.dtype.element_ty),
+            mask=m_write[:, None] & (o_v[None, :] < V),
+        )
     # u is beta times what the token's value is short of
     b_beta = writing(b_beta)
-    b_dbeta = tl.sum(b_dr.to(tl.float32) * b_u.to(tl.float32), 1) / b_beta
-    tl.store(p_dbeta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
+    if STORE:
+        b_dbeta = tl.sum(b_dr.to(tl.float32) * b_u.to(tl.float32), 1) / b_beta
+        tl.store(p_dbeta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
     b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION) * SCALE
     b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=PRECISION) * -b_beta[:, None]
     b_dscore = tl.where(o_r[:, None] >= o_r[None, :], b_dscore, 0.0)
     b_dbelow = tl.where(o_r[:, None] > o_r[None, :], b_dbelow, 0.0)
     return b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow
+
+
+@triton.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -55,6 +66,7 @@ def gradients(
     p_dr,
     p_states,
     p_dstates,
+    p_weight,
     p_cu,
     p_owner,
     T,
@@ -81,6 +93,7 @@ def gradients(
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
+    NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0)
     i_v = i_program % NV
     i_h = (i_program // NV) % H
@@ -96,6 +109,11 @@ def gradients(
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
+    if NK == 1:
+        # asked for as early as can be
+        o_k = tl.arange(0, BK)
+        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K != BK, False)
+        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K != BK, False)
     b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow = of_values(
         p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV
     )
@@ -103,66 +121,64 @@ def gradients(
     b_starts = -b_beta
     if DECAY == "head":
         m_gate = m_read & (i_row + o_r > 0)
-        b_whole, b_part, b_gate = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
-        b_since, b_until = decays(b_whole, b_part, o_r, C)
+        b_gate = tl.load(p_gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32)
+        p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+        b_since = tl.load(p_row + C)
+        b_until = tl.load(p_row + 2 * C)
         b_queries = b_queries * b_since
         b_starts = b_starts * b_since
         b_u = (b_u.to(tl.float32) * b_until[:, None]).to(b_u.dtype)
-        b_pair = pair_decays(b_whole, b_part, o_r)
+        b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
         b_dscore = b_dscore * b_pair
         b_dbelow = b_dbelow * b_pair
-        b_arriving = tl.zeros([C, C], tl.float32)
-        b_leaving = tl.zeros([C, C], tl.float32)
+        b_arriving = tl.zeros([C], tl.float32)
+        b_leaving = tl.zeros([C], tl.float32)
         b_through = 0.0
-        b_below = tl.zeros([C, C], tl.float32)
-        b_score = tl.zeros([C, C], tl.float32)
     # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
     b_do = tl.trans((b_do.to(tl.float32) * b_queries[:, None]).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * b_starts[:, None]).to(b_u.dtype))
     b_ut = tl.trans(b_u)
     b_dscore = b_dscore.to(b_u.dtype)
     b_dbelow = b_dbelow.to(b_u.dtype)
-    for i_k in range(0, (K + BK - 1) // BK):
+    for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-        o_state = i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
+        if NK > 1:
+            b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
+            b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
+        o_state = o_v[:, None] * K + o_k[None, :]
         m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-        b_state = tl.load(p_states + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p_dstates + o_state, mask=m_state, other=0.0)
+        b_state = tl.load(p_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+        b_dstate = tl.load(p_dstates + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
         b_qt = tl.trans(b_q)
         b_kt = tl.trans(b_k)
-        b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
-        b_dstart = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
-        b_dk = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
+        b_dend = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
         if DECAY == "head":
-            # sums of products as diagonals: what is loaded then goes straight to shared memory
-            b_arriving = tl.dot(b_q, b_dq.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
-            b_arriving = tl.dot(b_k, b_dstart.to(b_u.dtype), acc=b_arriving, input_precision=PRECISION)
-            b_leaving = tl.dot(b_k, b_dk.to(b_u.dtype), acc=b_leaving, input_precision=PRECISION)
             b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
-            b_below = tl.dot(b_k, b_kt, acc=b_below, input_precision=PRECISION)
-            b_score = tl.dot(b_q, b_kt, acc=b_score, input_precision=PRECISION)
-        b_dq = tl.trans(tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION))
-        b_dk = tl.dot(b_qt, b_dscore, acc=b_dk + b_dstart, input_precision=PRECISION)
-        b_dk = tl.dot(b_kt, b_dbelow, acc=b_dk, input_precision=PRECISION)
-        b_dk = tl.trans(tl.dot(b_kt, tl.trans(b_dbelow), acc=b_dk, input_precision=PRECISION))
-        o_rows = ((i_token * H + i_h) * NV + i_v) * K + o_t[:, None] * (H * NV * K) + o_k[None, :]
+        b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
+        b_dq = tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION)
+        b_dlate = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
+        b_dlate = tl.dot(b_kt, tl.trans(b_dbelow), acc=b_dlate, input_precision=PRECISION)
+        b_dearly = tl.dot(b_qt, b_dscore, input_precision=PRECISION)
+        b_dearly = tl.dot(b_kt, b_dbelow, acc=b_dearly, input_precision=PRECISION)
+        if DECAY == "head":
+            # what passes between two tokens cancels from both on: it is in a query's or late key's gradient, and in an
+            # early key's
+            b_flow = b_qt.to(tl.float32) * b_dq + b_kt.to(tl.float32) * (b_dlate - b_dearly)
+            b_flow, b_left = tl.reduce((b_flow, b_kt.to(tl.float32) * b_dend), 0, add_two)
+            b_arriving += b_flow
+            b_leaving += b_left
+        b_dq = tl.trans(b_dq)
+        b_dk = tl.trans(b_dlate + b_dearly + b_dend)
+        i_rows = ((i_token * H + i_h) * NV + i_v) * K
+        o_rows = o_t[:, None] * (H * NV * K) + o_k[None, :]
         m_rows = m_write[:, None] & (o_k[None, :] < K)
-        tl.store(p_dq + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
-        tl.store(p_dk + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+        tl.store(p_dq + i_rows + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
+        tl.store(p_dk + i_rows + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
     if DECAY == "head":
-        # what flows from a column's token to a row's; a product that nobody asks for may have overflowed
-        m_earlier = o_r[:, None] > o_r[None, :]
-        b_flow = b_dscore.to(tl.float32) * b_score + b_dbelow.to(tl.float32) * b_below
-        b_flow = tl.where(m_earlier, b_flow, 0.0)
-        m_own = o_r[:, None] == o_r[None, :]
-        b_arriving = tl.sum(tl.where(m_own, b_arriving, b_flow), 1)
-        b_leaving = tl.sum(tl.where(m_own, b_leaving, 0.0), 0)
-        b_written = tl.sum(b_flow, 0)
-        # to this row and all after it, less what stays among these, and what has left before it
-        b_dgate = tl.sum(tl.where(m_earlier, b_leaving[None, :], -b_written[None, :]), 1)
-        b_dgate += tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_arriving[:, None], 0.0), 0)
-        b_dgate += b_through * tl.sum(tl.where(o_r == C - 1, b_since, 0.0), 0)
-        b_dgate = tl.where(m_gate & (b_gate > LEAST), b_dgate, 0.0)
+        # what arrives from a row on, less what has left from there on, and what has left for good before it
+        m_later = o_r[:, None] > o_r[None, :]
+        b_dgate = tl.sum(tl.where(m_later, b_leaving[None, :], 0.0), 1)
+        b_dgate += tl.sum(tl.where(m_later, 0.0, b_arriving[None, :]), 1)
+        b_dgate += b_through * tl.load(p_weight + i_chunk * (WEIGHTS * C) + (2 * C - 1))
+        b_dgate = tl.where(m_gate & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
         tl.store(p_dgate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)

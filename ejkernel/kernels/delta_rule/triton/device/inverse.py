@@ -14,6 +14,30 @@ def corner(o_r, i_level):
 
 
 @triton.jit
+def to_bfloat16(b):
+    """The nearest number that bfloat16 has, as float32; a NaN's rest is NaN still."""
+    return ((b.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(b_left, b_right, PRECISION: tl.constexpr):
+    """A dot on float32 operands; three passes of bfloat16 are spelled out, which takes far fewer conversions."""
+    if PRECISION == "bf16x3":
+        b_high_left = to_bfloat16(b_left)
+        b_high_right = to_bfloat16(b_right)
+        b_low_left = (b_left - b_high_left).to(tl.bfloat16)
+        b_low_right = (b_right - b_high_right).to(tl.bfloat16)
+        b_high_left = b_high_left.to(tl.bfloat16)
+        b_high_right = b_high_right.to(tl.bfloat16)
+        b = tl.dot(b_low_left, b_high_right)
+        b = tl.dot(b_high_left, b_low_right, acc=b)
+        b = tl.dot(b_high_left, b_high_right, acc=b)
+    else:
+        b = tl.dot(b_left, b_right, input_precision=PRECISION)
+    return b
+
+
+@triton.jit
 def of_small_blocks(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     """`(I + below)⁻¹` of the blocks of 16 rows on the diagonal, as one matrix."""
     BLOCKS: tl.constexpr = C // 16
@@ -25,8 +49,8 @@ def of_small_blocks(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     b_found = b_unit[None, :, :] - tl.where(corner(o_r, 0)[None, :, :], b_blocks, 0.0)
     for i_level in tl.static_range(1, 4):
         b_corner = tl.where(corner(o_r, i_level)[None, :, :], b_blocks, 0.0)
-        b_corner = tl.dot(b_corner, b_found, input_precision=PRECISION)
-        b_found -= tl.dot(b_found, b_corner, input_precision=PRECISION)
+        b_corner = product(b_corner, b_found, PRECISION)
+        b_found -= product(b_found, b_corner, PRECISION)
     return tl.reshape(tl.where(m_diagonal, b_found[:, :, None, :], 0.0), [C, C])
 
 
@@ -41,6 +65,6 @@ def inverse(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     b_found = of_small_blocks(b_below, C, "ieee" if PRECISION == "tf32x3" else PRECISION)
     for i_level in tl.static_range(4, 4 + (C >= 32) + (C >= 64)):
         b_corner = tl.where(corner(o_r, i_level), b_below, 0.0)
-        b_corner = tl.dot(b_corner, b_found, input_precision=PRECISION)
-        b_found -= tl.dot(b_found, b_corner, input_precision=PRECISION)
+        b_corner = product(b_corner, b_found, PRECISION)
+        b_found -= product(b_found, b_corner, PRECISION)
     return b_found

@@ -10,10 +10,10 @@ in the middle; a chunk with gates too strong for it is split dyadically, where n
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST
+from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
-from ejkernel.kernels.delta_rule.triton.device.decays import writing
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
@@ -115,7 +115,7 @@ def solve_keyed(
     m_gate = m_read & (i_row + o_r > 0)
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = writing(b_beta)
-    tl.store(p_weight + i_chunk * (3 * C) + o_r, b_beta)
+    tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
@@ -123,20 +123,19 @@ def solve_keyed(
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
         b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
-        b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
-        o_rows = (i_token * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
-        m_rows = m_read[:, None] & (o_k[None, :] < K)
-        tl.store(p_query + o_rows, scaled(b_q, b_since), mask=m_rows)
-        tl.store(p_recall + o_rows, scaled(b_k, b_since), mask=m_rows)
-        tl.store(p_write + o_rows, scaled(b_k, b_until), mask=m_rows)
-        b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
-        tl.store(p_total + i_chunk * K + o_k, b_total, mask=o_k < K)
         b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
         if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
             b_late = tl.exp2(b_bits)
-            b_right = tl.trans(folded(b_k, tl.exp2(-b_bits), SOLVE))
+            b_early = tl.exp2(-b_bits)
+            b_right = tl.trans(folded(b_k, b_early, SOLVE))
             b_below = tl.dot(folded(b_k, b_late, SOLVE), b_right, acc=b_below, input_precision=SOLVE)
             b_score = tl.dot(folded(b_q, b_late, SOLVE), b_right, acc=b_score, input_precision=SOLVE)
+            # by way of the middle, and finite, since 0 times infinity is no number
+            b_first = tl.sum(tl.where((o_r == 0)[:, None], in_bits(b_gate) - b_bits, 0.0), 0)
+            b_last = tl.sum(tl.where((o_r == C - 1)[:, None], b_bits, 0.0), 0)
+            b_since = tl.minimum(b_late * tl.exp2(tl.minimum(b_first, MOST))[None, :], LARGEST)
+            b_until = tl.minimum(b_early * tl.exp2(b_last)[None, :], LARGEST)
+            b_total = tl.exp2(tl.minimum(b_first + b_last, MOST))
         else:
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
@@ -148,6 +147,15 @@ def solve_keyed(
                 b_below += tl.where(m_meet, b_pair, 0.0)
                 b_pair = tl.dot(folded(b_q, b_fade, SOLVE), tl.trans(b_key), input_precision=SOLVE)
                 b_score += tl.where(m_meet, b_pair, 0.0)
+            b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
+            b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
+        i_rows = (i_token * H + i_h) * K
+        o_rows = o_t[:, None] * (H * K) + o_k[None, :]
+        m_rows = m_read[:, None] & (o_k[None, :] < K)
+        tl.store(p_query + i_rows + o_rows, scaled(b_q, b_since), mask=m_rows)
+        tl.store(p_recall + i_rows + o_rows, scaled(b_k, b_since), mask=m_rows)
+        tl.store(p_write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
+        tl.store(p_total + i_chunk * K + o_k, b_total, mask=o_k < K)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)

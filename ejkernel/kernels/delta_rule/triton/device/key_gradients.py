@@ -5,61 +5,81 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, token_of
+from ejkernel.kernels.chunks.triton.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
-from ejkernel.kernels.delta_rule.triton.device.inverse import corner
-from ejkernel.kernels.delta_rule.triton.device.key_gates import (
-    bits_from_middle,
-    bits_to_border,
-    decays_to_ends,
-    scaled,
-)
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
+from ejkernel.kernels.delta_rule.triton.device.key_gates import scaled
 
 
 @triton.jit
-def of_pairs(b_dscore, b_dbelow, b_late_q, b_late_k, b_early_k, PRECISION: tl.constexpr):
-    """Gradients of queries and keys that come late, and of keys that come early, all decayed to where they meet."""
-    b_dlate_q = tl.dot(b_dscore, b_early_k, input_precision=PRECISION)
-    b_dlate_k = tl.dot(b_dbelow, b_early_k, input_precision=PRECISION)
-    b_dearly = tl.dot(tl.trans(b_dscore), b_late_q, input_precision=PRECISION)
-    b_dearly = tl.dot(tl.trans(b_dbelow), b_late_k, acc=b_dearly, input_precision=PRECISION)
-    return b_dlate_q, b_dlate_k, b_dearly
+def between_border(o_r, i_level):
+    """At a dyadic level, which rows' gates lie between each row and the border of its pair of blocks, transposed."""
+    i_border = ((o_r >> i_level) | 1) << i_level
+    m_late = ((o_r >> i_level) & 1) != 0
+    return tl.where(
+        m_late[None, :],
+        (o_r[:, None] >= i_border[None, :]) & (o_r[:, None] <= o_r[None, :]),
+        (o_r[:, None] > o_r[None, :]) & (o_r[:, None] < i_border[None, :]),
+    )
 
 
 @triton.jit
-def gradients_keyed(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_dout,
-    p_u,
-    p_dr,
-    p_states,
-    p_dstates,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_dq,
-    p_dk,
-    p_dv,
-    p_dbeta,
-    p_dgate,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FINE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
+def add_up(b_gate, m_sum, FINE: tl.constexpr):
+    """`sum_gates` of gates that lie [key dims, rows], whole eighths and the rest apart.
 
-    The latter takes queries and keys as they were rounded: what passes between two tokens on the same side of a gate
-    cancels, and so do the rounding errors.
+    `m_sum` has the rows to be added up of each row, transposed.
     """
+    b_whole, b_part, b_fine = split_gate(b_gate)
+    b_pick = tl.where(m_sum, 1.0, 0.0).to(tl.float16)
+    b_rest = tl.dot(b_part, b_pick)
+    if FINE:
+        b_rest = tl.dot(b_fine, b_pick, acc=b_rest)
+    return tl.dot(b_whole, b_pick), b_rest
+
+
+@triton.jit
+def add_flows(b, m_sum, b_sum, PRECISION: tl.constexpr, HALF: tl.constexpr):
+    """Adds sums of `b` over the rows that `m_sum` selects, transposed, with twice the digits of HALF."""
+    b_pick = tl.where(m_sum, 1.0, 0.0)
+    if HALF == tl.float32:
+        return tl.dot(b, b_pick, acc=b_sum, input_precision=PRECISION)
+    b_high = to_bfloat16(b)
+    b_sum = tl.dot((b - b_high).to(HALF), b_pick.to(HALF), acc=b_sum)
+    return tl.dot(b_high.to(HALF), b_pick.to(HALF), acc=b_sum)
+
+
+@triton.jit
+def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISION: tl.constexpr):
+    """Adds what tokens do to each other, `fade` taking them to where they meet.
+
+    What passes between two tokens is in what arrives at the one and not in what is left at the other, taken from
+    queries and keys as they were rounded: from the other on it cancels, and so do the rounding errors.
+    """
+    b_query = scaled(b_q, b_fade)
+    b_key = scaled(b_k, b_fade)
+    b_grad = tl.dot(b_key, tl.trans(b_dscore), input_precision=PRECISION)
+    b_flow += b_query.to(tl.float32) * b_grad
+    b_dq += b_grad * b_fade
+    b_grad = tl.dot(b_key, tl.trans(b_dbelow), input_precision=PRECISION)
+    b_flow += b_key.to(tl.float32) * b_grad
+    b_dk += b_grad * b_fade
+    b_grad = tl.dot(b_query, b_dscore, input_precision=PRECISION)
+    b_grad = tl.dot(b_key, b_dbelow, acc=b_grad, input_precision=PRECISION)
+    b_flow -= b_key.to(tl.float32) * b_grad
+    b_dk += b_grad * b_fade
+    return b_dq, b_dk, b_flow
+
+
+@triton.jit
+def of_chunk(
+    p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq, p_dk,
+    p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FLAGS: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """What `gradients_keyed` gives, of one chunk and head."""
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -70,10 +90,9 @@ def gradients_keyed(
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_program = tl.program_id(0)
-    i_v = i_program % NV
-    i_h = (i_program // NV) % H
-    i_block = i_program // (NV * H)
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NF: tl.constexpr = (K + FLAGS - 1) // FLAGS
+    PAD: tl.constexpr = K % BK != 0
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_chunk = i_block.to(tl.int64) * H + i_h
     i_row = i_c * C
@@ -87,68 +106,159 @@ def gradients_keyed(
     m_write = i_row + o_r < n_rows
     m_gate = m_read & (i_row + o_r > 0)
     b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV
+        p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV, not STRONG
     )
-    # a token's own key crosses no gate
-    b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 1)[:, None]
-    m_earlier = o_r[:, None] > o_r[None, :]
-    b_dscore = tl.where(m_earlier, b_dscore, 0.0).to(b_u.dtype)
+    if STRONG:
+        b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 0)[None, :]
+    # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
+    b_do = tl.trans((b_do.to(tl.float32) * SCALE).to(b_u.dtype))
+    b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
+    b_ut = tl.trans(b_u)
+    b_dscore = b_dscore.to(b_u.dtype)
     b_dbelow = b_dbelow.to(b_u.dtype)
-    for i_k in range(0, (K + BK - 1) // BK):
+    m_end = (o_r == C - 1)[None, :]
+    i_rows = ((i_token * H + i_h) * NV + i_v) * K
+    for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
-        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
-        o_state = i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :]
-        m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-        b_state = tl.load(p_states + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p_dstates + o_state, mask=m_state, other=0.0)
-        b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
-        b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
-        b_through = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0) * b_total
-        b_dq = tl.dot(b_do, b_state, input_precision=PRECISION) * b_since * SCALE
-        b_dstart = tl.dot(b_dr, b_state, input_precision=PRECISION) * b_since * -b_beta[:, None]
-        b_dk = tl.dot(b_u, b_dstate, input_precision=PRECISION) * b_until
-        b_arriving = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * b_dstart
-        b_leaving = b_k.to(tl.float32) * b_dk
-        b_dk += b_dstart + b_own * b_q.to(tl.float32)
-        b_dq += b_own * b_k.to(tl.float32)
-        b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
-        if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
-            b_up = tl.exp2(b_bits)
-            b_down = tl.exp2(-b_bits)
-            b_late_q = scaled(b_q, b_up)
-            b_late_k = scaled(b_k, b_up)
-            b_early_k = scaled(b_k, b_down)
-            b_dlate_q, b_dlate_k, b_dearly = of_pairs(b_dscore, b_dbelow, b_late_q, b_late_k, b_early_k, PRECISION)
-            b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_late_k.to(tl.float32) * b_dlate_k
-            b_arriving -= b_early_k.to(tl.float32) * b_dearly
-            b_dq += b_dlate_q * b_up
-            b_dk += b_dlate_k * b_up + b_dearly * b_down
+        if STRONG:
+            is_here = tl.load(p_strong + i_chunk * NF + i_k * BK // FLAGS) != 0
         else:
-            for i_level in range(0, LEVELS):
-                b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE)[0], MOST))
-                b_late_q = scaled(b_q, b_fade)
-                b_late_k = scaled(b_k, b_fade)
-                m_meet = corner(o_r, i_level)
-                b_dlate_q, b_dlate_k, b_dearly = of_pairs(
-                    tl.where(m_meet, b_dscore, 0.0).to(b_u.dtype),
-                    tl.where(m_meet, b_dbelow, 0.0).to(b_u.dtype),
-                    b_late_q,
-                    b_late_k,
-                    b_late_k,
-                    PRECISION,
-                )
-                b_arriving += b_late_q.to(tl.float32) * b_dlate_q + b_late_k.to(tl.float32) * (b_dlate_k - b_dearly)
-                b_dq += b_dlate_q * b_fade
-                b_dk += (b_dlate_k + b_dearly) * b_fade
-        # what arrives from this row on, and what has left before it
-        b_dgate = tl.dot(tl.where(m_earlier, 0.0, 1.0), b_arriving, input_precision=PRECISION)
-        b_dgate = tl.dot(tl.where(m_earlier, 1.0, 0.0), b_leaving, acc=b_dgate, input_precision=PRECISION)
-        b_dgate += b_through[None, :]
-        b_dgate = tl.where(m_gate[:, None] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
-        o_rows = ((i_token * H + i_h) * NV + i_v) * K + o_t[:, None] * (H * NV * K) + o_k[None, :]
-        m_rows = m_write[:, None] & (o_k[None, :] < K)
-        tl.store(p_dgate + o_rows, b_dgate.to(p_dgate.dtype.element_ty), mask=m_rows)
-        tl.store(p_dq + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
-        tl.store(p_dk + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+            b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
+            b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1), FINE)
+            b_bits = b_whole + b_rest
+            is_here = tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT
+            if i_v == 0:
+                tl.store(p_flag + i_chunk * NF + i_k, (is_here == 0).to(tl.int32))
+        if is_here:
+            o_state = o_v[:, None] * K + o_k[None, :]
+            m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+            b_state = tl.load(p_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+            b_dstate = tl.load(p_dstates + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+            b_k = load_columns(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
+            b_q = load_columns(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
+            b_leaving = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0)
+            o_rows = o_t[None, :] * (H * NV * K) + o_k[:, None]
+            m_rows = m_write[None, :] & (o_k[:, None] < K)
+            if STRONG:
+                b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
+                b_whole, b_rest = add_up(b_gate, o_r[:, None] <= o_r[None, :], FINE)
+                b_since = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
+                b_leaving = b_leaving * tl.sum(tl.where(m_end, b_since, 0.0), 1)
+                b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION) * b_since
+                b_dk = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION) * b_since
+                b_flow = b_q.to(tl.float32) * b_dq + b_k.to(tl.float32) * b_dk
+                b_whole = tl.sum(tl.where(m_end, b_whole, 0.0), 1)[:, None] - b_whole
+                b_rest = tl.sum(tl.where(m_end, b_rest, 0.0), 1)[:, None] - b_rest
+                b_left = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
+                b_left = b_left * tl.exp2(tl.minimum(b_whole + b_rest, MOST))
+                # a token's own key crosses no gate
+                b_dq += b_own * b_k.to(tl.float32)
+                b_dk += b_left + b_own * b_q.to(tl.float32)
+                b_left = b_left * b_k.to(tl.float32)
+                b_leaving += tl.sum(b_left, 1)
+                b_flow -= b_left
+                for i_level in range(0, LEVELS):
+                    b_whole, b_rest = add_up(b_gate, between_border(o_r, i_level), FINE)
+                    b_fade = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
+                    m_meet = corner(o_r, i_level)
+                    b_dscore_here = tl.where(m_meet, b_dscore, 0.0).to(b_u.dtype)
+                    b_dbelow_here = tl.where(m_meet, b_dbelow, 0.0).to(b_u.dtype)
+                    b_dq, b_dk, b_flow = add_pairs(
+                        b_dq, b_dk, b_flow, b_q, b_k, b_dscore_here, b_dbelow_here, b_fade, PRECISION
+                    )
+            else:
+                # states are met at the chunk's middle too
+                b_bits = tl.where((o_r >= C // 2)[None, :], b_bits, -b_bits)
+                b_first = tl.sum(tl.where((o_r == 0)[None, :], in_bits(b_gate) - b_bits, 0.0), 1)
+                b_last = tl.sum(tl.where(m_end, b_bits, 0.0), 1)
+                b_leaving = b_leaving * tl.exp2(tl.minimum(b_first + b_last, MOST))
+                b_late_q = scaled(b_q, tl.exp2(b_bits))
+                b_late_k = scaled(b_k, tl.exp2(b_bits))
+                b_early_k = scaled(b_k, tl.exp2(-b_bits))
+                b_first = tl.exp2(tl.minimum(b_first, MOST))[:, None]
+                b_grad = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION) * b_first
+                b_grad = tl.dot(b_early_k, tl.trans(b_dscore), acc=b_grad, input_precision=PRECISION)
+                b_flow = b_late_q.to(tl.float32) * b_grad
+                b_dq = b_grad * tl.exp2(b_bits)
+                b_grad = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION) * b_first
+                b_grad = tl.dot(b_early_k, tl.trans(b_dbelow), acc=b_grad, input_precision=PRECISION)
+                b_flow += b_late_k.to(tl.float32) * b_grad
+                b_dk = b_grad * tl.exp2(b_bits)
+                b_grad = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION) * tl.exp2(b_last)[:, None]
+                b_leaving += tl.sum(b_early_k.to(tl.float32) * b_grad, 1)
+                b_grad = tl.dot(b_late_q, b_dscore, acc=b_grad, input_precision=PRECISION)
+                b_grad = tl.dot(b_late_k, b_dbelow, acc=b_grad, input_precision=PRECISION)
+                b_flow -= b_early_k.to(tl.float32) * b_grad
+                b_dk += b_grad * tl.exp2(-b_bits)
+            tl.store(p_dq + i_rows + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
+            tl.store(p_dk + i_rows + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+            b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
+            b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
+            b_dgate = tl.where(m_gate[None, :] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
+            tl.store(p_dgate + i_rows + o_rows, b_dgate.to(p_dgate.dtype.element_ty), mask=m_rows)
+
+
+@triton.jit
+def gradients_keyed(
+    p_q,
+    p_k,
+    p_beta,
+    p_gate,
+    p_dout,
+    p_u,
+    p_dr,
+    p_states,
+    p_dstates,
+    p_strong,
+    p_dq_in,
+    p_dk_in,
+    p_dgate_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_dq,
+    p_dk,
+    p_dgate,
+    p_dv,
+    p_dbeta,
+    p_flag,
+    CALL: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FINE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STRONG: tl.constexpr,
+    FLAGS: tl.constexpr,
+    EACH: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
+
+    Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are flagged and left out;
+    STRONG finds these, split dyadically, beside results that come as `p_…_in`, in the same memory, of EACH heads a
+    program. There is a flag for each FLAGS key dims.
+
+    A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
+    leaves the chunk.
+    """
+    H: tl.constexpr = CALL.heads
+    NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
+    NF: tl.constexpr = (CALL.key_dim + FLAGS - 1) // FLAGS
+    i_program = tl.program_id(0)
+    i_v = i_program % NV
+    i_first = (i_program // NV) % (H // EACH) * EACH
+    i_block = i_program // (NV * (H // EACH))
+    for i_each in range(0, EACH):
+        i_h = i_first + i_each
+        n_flags = 0
+        if STRONG:
+            for i_flag in range(0, NF):
+                n_flags += tl.load(p_strong + (i_block.to(tl.int64) * H + i_h) * NF + i_flag)
+        if (not STRONG) or (n_flags > 0):
+            of_chunk(
+                p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq,
+                p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV, FLAGS, LEVELS, FINE, LIMIT,
+                STRONG, PACKED,
+            )  # fmt: skip

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
-from ejkernel.kernels.delta_rule.triton.device.decays import decays, pair_decays, sum_gates, writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, decays, pair_decays, sum_gates, writing
+from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -26,14 +26,15 @@ def store_system(
     SOLVE: tl.constexpr,
 ):
     """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed."""
-    o_pair = i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :]
-    # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
-    b_read = tl.dot(b_score, b_inverse, input_precision=INVERT)
-    tl.store(p_read + o_pair, b_read.to(p_read.dtype.element_ty))
-    b_inverse = nearest(b_inverse, SOLVE)
-    tl.store(p_inverse + o_pair, b_inverse)
+    i_pair = i_chunk * (C * C)
+    o_pair = o_r[:, None] * C + o_r[None, :]
+    b_nearest = nearest(b_inverse, SOLVE)
+    tl.store(p_inverse + i_pair + o_pair, b_nearest)
     if KEEP:
-        tl.store(p_transposed + o_pair, tl.trans(b_inverse))
+        tl.store(p_transposed + i_pair + o_pair, tl.trans(b_nearest))
+    # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
+    b_read = product(b_score, b_inverse, INVERT)
+    tl.store(p_read + i_pair + o_pair, b_read.to(p_read.dtype.element_ty))
 
 
 @triton.jit
@@ -55,9 +56,9 @@ def solve(
     KEEP: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and rows' weights.
+    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
 
-    These are beta and the decays since the chunk's start and until its end. KEEP stores the inverse transposed too.
+    KEEP stores the inverse transposed too.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
@@ -84,7 +85,7 @@ def solve(
     m_read = i_row + o_r < n_read
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = writing(b_beta)
-    p_row = p_weight + i_chunk * (3 * C) + o_r
+    p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
     tl.store(p_row, b_beta)
     b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
@@ -93,10 +94,13 @@ def solve(
     if DECAY == "head":
         # the first gate is in the state that the sequence begins with
         m_gate = m_read & (i_row + o_r > 0)
-        b_whole, b_part, _ = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
+        b_whole, b_part = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
         b_since, b_until = decays(b_whole, b_part, o_r, C)
         tl.store(p_row + C, b_since)
         tl.store(p_row + 2 * C, b_until)
+        if KEEP:
+            tl.store(p_row + 3 * C, b_whole)
+            tl.store(p_row + 4 * C, b_part)
         b_below = b_below * pair_decays(b_whole, b_part, o_r)
     b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
     # only now, for the sake of registers

@@ -8,8 +8,9 @@ The state is kept as [value dims, key dims], the left operand of every large dot
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.gates import LARGEST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, SEGMENTS, blocks_before, load_rows, locate, token_of
-from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA
+from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -43,12 +44,15 @@ def forward(
     BV: tl.constexpr,
     START: tl.constexpr,
     KEEP: tl.constexpr,
+    TIME: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
 
     With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`.
-    Stores the output and the last state; KEEP also `u` and the state at each chunk's start.
+    Stores the output and the last state; KEEP also `u` and the state at each chunk's start. Time is "whole", or cut in
+    "segments" that start from states of their own, [value dims, key dims]. For those an "effects" walk finds what a
+    segment makes of nothing, as `p_last`, and of each key dim, as `p_states`.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -65,10 +69,13 @@ def forward(
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
-    PAD_V: tl.constexpr = NV * BV != V
+    EFFECTS: tl.constexpr = TIME == "effects"
+    PARTS: tl.constexpr = NV + (K + BV - 1) // BV if EFFECTS else NV
+    PAD_V: tl.constexpr = NV * BV != V or EFFECTS
     i_program = tl.program_id(0)
-    i_h = (i_program // NV) % H
-    i_block = i_program // (NV * H)
+    i_part = i_program % PARTS
+    i_h = (i_program // PARTS) % H
+    i_block = i_program // (PARTS * H)
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
     i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
     n_chunks = tl.cdiv(n_rows, C)
@@ -79,13 +86,23 @@ def forward(
     if FLIP:
         o_t = -o_r
     o_k = tl.arange(0, BK)
-    o_v = (i_program % NV) * BV + tl.arange(0, BV)
+    o_v = i_part * BV + tl.arange(0, BV)
     o_state = o_v[:, None] + o_k[None, :] * V
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+    is_last = i_from + n_steps >= n_chunks
     b_state = tl.zeros([BV, BK], tl.float32)
+    m_start = m_state & (i_n < N)
+    if EFFECTS:
+        # nobody asks what becomes of states in the last segment, nor of any but the given one in the first
+        if is_last | (i_n >= N) | ((i_part >= NV) & (i_j == 0)):
+            return
+        m_start = m_start & (i_j == 0)
+        b_state = tl.where((o_v - NV * BV)[:, None] == o_k[None, :], 1.0, 0.0)
     if START:
         p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        b_state = tl.load(p_tile, mask=m_state & (i_n < N), other=0.0)
+        if TIME == "segments":
+            p_tile = p_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+        b_state += tl.load(p_tile, mask=m_start, other=0.0)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         i_row = i_c * C
@@ -98,20 +115,25 @@ def forward(
             b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
         b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
         b_inverse = load_pairs(p_inverse, i_chunk, o_r, C)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-        b_read = load_pairs(p_read, i_chunk, o_r, C)
-        p_row = p_weight + i_chunk * (3 * C)
+        if not EFFECTS:
+            b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
+            b_read = load_pairs(p_read, i_chunk, o_r, C)
+        p_row = p_weight + i_chunk * (WEIGHTS * C)
         b_seen = b_state.to(b_k.dtype)
         b_met = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
-        b_out = tl.dot(b_seen, tl.trans(b_q), input_precision=PRECISION)
+        if not EFFECTS:
+            b_out = tl.dot(b_seen, tl.trans(b_q), input_precision=PRECISION)
         if DECAY == "head":
             b_since = tl.load(p_row + C + o_r)[None, :]
             b_met = b_met * b_since
-            b_out = b_out * b_since
+            if not EFFECTS:
+                b_out = b_out * b_since
             b_state = b_state * tl.load(p_row + 2 * C - 1)
         b_beta = tl.load(p_row + o_r)[None, :]
         b_error = (tl.trans(b_v).to(tl.float32) - b_met) * b_beta
-        b_out = tl.dot(b_error.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
+        if not EFFECTS:
+            b_asked = tl.where(b_beta == LEAST_BETA, 0.0, b_error)
+            b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
         b_u = tl.dot(nearest(b_error, SOLVE), tl.trans(b_inverse), input_precision=SOLVE)
         b_put = tl.where(b_beta == LEAST_BETA, 0.0, b_u)
         if DECAY == "head":
@@ -119,20 +141,32 @@ def forward(
         if DECAY == "key":
             b_state = b_state * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
-        o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
-        m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
-        b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
-        if WHOLE and not PAD_V:
-            tl.store(p_out + o_rows, b_rows)
-        else:
-            tl.store(p_out + o_rows, b_rows, mask=m_rows)
+        if not EFFECTS:
+            i_rows = (i_token * H + i_h) * V
+            o_rows = o_t[:, None] * (H * V) + o_v[None, :]
+            m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
+            b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
+            if WHOLE and not PAD_V:
+                tl.store(p_out + i_rows + o_rows, b_rows)
+            else:
+                tl.store(p_out + i_rows + o_rows, b_rows, mask=m_rows)
         if KEEP:
             if WHOLE and not PAD_V:
-                tl.store(p_u + o_rows, tl.trans(b_u.to(b_k.dtype)))
+                tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)))
             else:
-                tl.store(p_u + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
-            tl.store(p_states + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :], b_seen, mask=m_state)
-    if (i_from + n_steps >= n_chunks) & (i_n < N):
+                tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
+            tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+    if EFFECTS:
+        i_here = i_block.to(tl.int64) * H + i_h
+        if i_part < NV:
+            tl.store(p_last + i_here * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_state, mask=m_state)
+        else:
+            o_from = o_v - NV * BV
+            # finite, since 0 times infinity is no number
+            b_state = tl.minimum(tl.maximum(b_state, -LARGEST), LARGEST)
+            m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
+            tl.store(p_states + i_here * (K * K) + (o_from[:, None] * K + o_k[None, :]), b_state, mask=m_pair)
+    elif is_last & (i_n < N):
         tl.store(p_last + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
 
 
@@ -160,12 +194,13 @@ def backward(
     BV: tl.constexpr,
     START: tl.constexpr,
     LAST: tl.constexpr,
+    TIME: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """`dr = (I + M)⁻ᵀ (scale Pᵀ do + e^{A_C - A} k dS)`, `dS ← e^{A_C} dS + (e^A q)ᵀ scale do - (e^A k)ᵀ β dr`.
 
     From the last chunk to the first. Stores `dr`, the cotangent of the state at each chunk's end, and if LAST that of
-    the first state.
+    the first state. Time is cut as in `forward`; an "effects" walk stores what a segment makes of nothing, as `dstart`.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -182,6 +217,7 @@ def backward(
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
+    EFFECTS: tl.constexpr = TIME == "effects"
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_block = i_program // (NV * H)
@@ -199,9 +235,16 @@ def backward(
     o_state = o_v[:, None] + o_k[None, :] * V
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
     b_dstate = tl.zeros([BV, BK], tl.float32)
+    m_start = m_state & (i_n < N)
+    if EFFECTS:
+        if (i_j == 0) | (i_n >= N):
+            return
+        m_start = m_start & (i_from + n_steps >= n_chunks)
     if START:
         p_tile = p_dlast + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        b_dstate = tl.load(p_tile, mask=m_state & (i_n < N), other=0.0)
+        if TIME == "segments":
+            p_tile = p_dlast + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+        b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
         i_row = i_c * C
@@ -216,9 +259,10 @@ def backward(
         b_read = load_pairs(p_read, i_chunk, o_r, C)
         b_inverse = load_pairs(p_transposed, i_chunk, o_r, C)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-        p_row = p_weight + i_chunk * (3 * C)
+        p_row = p_weight + i_chunk * (WEIGHTS * C)
         b_seen = b_dstate.to(b_k.dtype)
-        tl.store(p_dstates + i_chunk * (K * V) + o_v[:, None] * K + o_k[None, :], b_seen, mask=m_state)
+        if not EFFECTS:
+            tl.store(p_dstates + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
         b_query = b_do.to(tl.float32) * SCALE
         b_beta = tl.load(p_row + o_r)[None, :]
@@ -234,12 +278,17 @@ def backward(
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
         b_dr = tl.dot(nearest(b_du, SOLVE), tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
-        b_dr = tl.trans(b_dr.to(b_k.dtype))
-        o_rows = (i_token * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
-        if WHOLE and not PAD_V:
-            tl.store(p_dr + o_rows, b_dr)
-        else:
-            tl.store(p_dr + o_rows, b_dr, mask=(i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V))
-    if LAST:
+        if not EFFECTS:
+            b_dr = tl.trans(b_dr.to(b_k.dtype))
+            i_rows = (i_token * H + i_h) * V
+            o_rows = o_t[:, None] * (H * V) + o_v[None, :]
+            if WHOLE and not PAD_V:
+                tl.store(p_dr + i_rows + o_rows, b_dr)
+            else:
+                tl.store(p_dr + i_rows + o_rows, b_dr, mask=(i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V))
+    if EFFECTS:
+        p_tile = p_dstart + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+        tl.store(p_tile, b_dstate, mask=m_state)
+    elif LAST:
         if (i_j == 0) & (i_n < N):
             tl.store(p_dstart + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_dstate, mask=m_state)
