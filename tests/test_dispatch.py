@@ -94,7 +94,7 @@ def test_one_leaves_to_others_what_it_is_slower_at():
     assert choose(implementations, replace(call, refused_by=("middle",)))["cuda"] == hesitant
     assert choose(implementations, call, "fast")["cuda"] == hesitant
     alone = (replace(hesitant, devices=("cuda",)), MIDDLE, PLAIN)
-    found = _dispatch._explanation(alone, call, choose(alone, call))
+    found = _dispatch._explanation(alone, call, choose(alone, call), spread=False)
     assert str(found) == "on cuda: middle\nelsewhere: plain\nnot fast: slower at large factors"
 
 
