@@ -31,6 +31,7 @@ from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
 pytestmark = pytest.mark.gpu
 if _launch.capability() is None:
@@ -119,6 +120,13 @@ GATES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: x["name"])
 def test_contract(shape, decay, gate):
     check(replace(BASE, decay=decay, gate=gate, **shape))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, {"name": "wide", "V": 512, "T": 320}], ids=lambda x: x["name"])
+def test_row_dots_by_token(monkeypatch, shape):
+    """Also of what the kernel whose rows are tokens is not yet used for."""
+    monkeypatch.setattr(Launcher, "by_token", property(lambda self: self.config.dots is not None))
+    check(replace(BASE, decay="head", gate="resets", **shape))
 
 
 @pytest.mark.parametrize("gate", ["unscaled", "strong", "fierce", "mixed"])

@@ -29,6 +29,7 @@ from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:
@@ -37,7 +38,7 @@ if _launch.capability() is not None:
 from triton_interpreter import interpreted
 
 # Small blocks: several chunks, groups and time segments in a few dozen tokens.
-SMALL = Config(16, 2, 40.0, "ieee", *[Tile(16, 4, 1)] * 4, 16)
+SMALL = Config(16, 2, 40.0, "ieee", *[Tile(16, 4, 1)] * 4, 16, Tile(16, 4, 1))
 TOLERANCE = {
     "float32": {"other": 3e-6, "decay": 1e-5},
     "float16": {"other": 2e-3, "decay": 1e-2},
@@ -48,6 +49,7 @@ TOLERANCE = {
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     monkeypatch.setattr(configs, "configure", lambda capability, wide, dim: SMALL)
+    monkeypatch.setattr(Launcher, "by_token", property(lambda self: self.call.dtype == jnp.bfloat16))
     with interpreted():
         yield
 
@@ -94,6 +96,18 @@ CASES = [
     replace(BASE, name="float16-key", gate="unscaled", dtype="float16", T=35),
     replace(BASE, name="bfloat16-none", decay="none", dtype="bfloat16"),
     replace(BASE, name="bfloat16-head", decay="head", dtype="bfloat16"),
+    replace(BASE, name="bfloat16-head-resets", decay="head", gate="resets", dtype="bfloat16", T=40, state=False),
+    replace(
+        BASE,
+        name="bfloat16-head-packed",
+        decay="head",
+        dtype="bfloat16",
+        shared=(1, 1, 2),
+        V=20,
+        reverse=True,
+        **UNEVEN,
+    ),
+    replace(BASE, name="bfloat16-constant", decay="constant", dtype="bfloat16", T=64),
     replace(BASE, name="bfloat16-key", dtype="bfloat16"),
     replace(BASE, name="bfloat16-key-strong", gate="strong", dtype="bfloat16"),
     replace(BASE, name="bfloat16-key-resets", gate="resets", dtype="bfloat16"),
@@ -239,7 +253,7 @@ def test_value_gates(case):
 
 WIDE = [
     replace(BASE, name="constant", decay="constant", K=20, V=24, T=20, H=1, Hkv=1, state=False),
-    replace(BASE, name="head", decay="head", K=20, V=24, H=2, shared=(1, 2, 1), T=35),
+    replace(BASE, name="head", decay="head", dtype="bfloat16", K=20, V=24, H=2, shared=(1, 2, 1), T=35),
     replace(BASE, name="key", gate="resets", dtype="bfloat16", K=20, V=24, T=35, H=1, Hkv=1),
 ]
 
@@ -248,7 +262,7 @@ WIDE = [
 def test_dims_in_parts(monkeypatch, case):
     """More dims than a program carries, the last part of them not full."""
     tile = replace(SMALL.output, columns=16)
-    monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, output=tile, gradient=tile))
+    monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, output=tile, gradient=tile, dots=tile))
     check(case)
 
 

@@ -33,7 +33,8 @@ class Config:
         exact: The exact path of strong key gates; its gradients take half the key dims at once.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
-        dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting.
+        dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting (with
+            rows that are tokens, in three stages whatever it says).
     """
 
     chunk: int

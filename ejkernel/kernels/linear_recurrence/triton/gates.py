@@ -83,7 +83,7 @@ def head_gate_gradient(
         programs=groups * cdiv(call.heads, block),
         tile=Tile(block, 8, 1),
         BH=block,
-        NZ=query_dots.shape[-1],
+        NZ=query_dots.shape[2],
         DECAY=call.decay,
         FINE=call.decay == "constant" and call.dtype == F32,
         START=first is not None,

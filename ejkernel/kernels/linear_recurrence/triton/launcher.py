@@ -25,6 +25,7 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 DEVICE = {
     "head_gates": "ejkernel.kernels.linear_recurrence.triton.device.head_gates",
     "key_gates": "ejkernel.kernels.linear_recurrence.triton.device.key_gates",
+    "row_dots": "ejkernel.kernels.linear_recurrence.triton.device.row_dots",
     "segments": "ejkernel.kernels.linear_recurrence.triton.device.segments",
     "step": "ejkernel.kernels.linear_recurrence.triton.device.step",
     "strong_key_gates": "ejkernel.kernels.linear_recurrence.triton.device.strong_key_gates",
@@ -59,6 +60,13 @@ class Launcher:
     def whole(self) -> bool:
         """Whether no chunk has a ragged end, which spares masks."""
         return not self.call.packed and self.call.tokens % self.config.chunk == 0
+
+    @property
+    def by_token(self) -> bool:
+        """Whether row dots in bfloat16 come from the kernel whose rows are tokens: as far as it was run on a GPU."""
+        call = self.call
+        run = self.whole and call.key_dim % 64 == 0 and call.value_dim == 128
+        return run and call.dtype == jnp.bfloat16 and self.config.dots is not None
 
     def blocks(self, length: int) -> int:
         if self.call.packed:

@@ -62,6 +62,9 @@ def backward(
         start_scale=start_scale,
         last_scale=call.scale,
     )
+    if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
+        # the kernel whose rows are tokens knows gates of each token alone
+        gates = fold_head_gates(launcher, log_decay)
     of_query = walk(
         *(launcher, "dquery", doutput, value, khat, gates, first),
         tile=tile,

@@ -117,7 +117,7 @@ def walk(
         outputs = [
             shape(call.batch, call.tokens, call.heads, sums * z_dim, dtype=dtype if sums == 1 else F32),
             shape(call.sequences, *state) if last else None,
-            None if rowdot is None else shape(call.batch, call.tokens, call.heads, sums * parts),
+            None if rowdot is None else shape(call.batch, call.tokens, sums * parts, call.heads),
             None,
         ]
         if border:
@@ -146,18 +146,23 @@ def walk(
     # one pass of TF32 has float16's digits and float32's range
     precision = "tf32" if carried else config.precision
     numbers = Numbers(precision, carried, float(call.scale), float(start_scale), float(last_scale))
-    # a constant gate is not the same for all rows of a ragged chunk
-    decay = "head" if call.decay == "constant" and not launcher.whole else call.decay
+    # a constant gate may have been folded as one of each token
+    decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
     kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None)
     results: list[Any] = [None] * 4
     given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start)
+    by_token = rowdot is not None and decay == "head" and launcher.by_token
     for strong in range(2 if decay == "head" else 1):
+        kernel, cut = device("walk").walk, tile
+        if by_token and not strong:
+            # two programs a multiprocessor have room for three stages
+            kernel, cut = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
         results = launcher.launch(
-            device("walk").walk,
+            kernel,
             *(*given, *results),
             outputs=outputs,
             programs=n_segments * call.heads * sums * parts,
-            tile=tile,
+            tile=cut,
             length=plan.segment,
             segment=True,
             # the second kernel completes what the first one has left out

@@ -145,13 +145,15 @@ def sum_head_gates(
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_h = o_h < H
     m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
-    o_tile = token_of(i_first, n_rows, i_row, FLIP)[:, None] * H + o_h[None, :]
+    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    o_tile = i_token[:, None] * H + o_h[None, :]
     if i_j * BLOCK < n_rows:
         b_query = tl.zeros([BLOCK, BH], tl.float32)
         b_key = tl.zeros([BLOCK, BH], tl.float32)
         for i_z in tl.static_range(NZ):
-            b_query += tl.load(p_query + o_tile * NZ + i_z, mask=m_tile, other=0.0)
-            b_key += tl.load(p_key + o_tile * NZ + i_z, mask=m_tile, other=0.0)
+            o_part = (i_token * NZ + i_z)[:, None] * H + o_h[None, :]
+            b_query += tl.load(p_query + o_part, mask=m_tile, other=0.0)
+            b_key += tl.load(p_key + o_part, mask=m_tile, other=0.0)
         if FINE:
             # one number for all tokens, in which the sums of each mostly cancel
             b_query = b_query.to(tl.float64)

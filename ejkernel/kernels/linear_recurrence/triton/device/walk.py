@@ -362,7 +362,8 @@ def walk(
                 b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
                 b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
                 b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
-                tl.store(p_rowdot + ((i_token + o_t) * H + i_h) * (NX * NZ) + i_x * NZ + i_z, b_rowdot, mask=m_write)
+                p_dots = p_rowdot + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
+                tl.store(p_dots, b_rowdot, mask=m_write)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
                 i_token = token_of(i_first, n_rows, i_next, FLIP)
