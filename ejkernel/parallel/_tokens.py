@@ -1,10 +1,10 @@
 """A recurrence with its tokens spread over a mesh axis.
 
 What a slice of the tokens does to a state is to keep some of it and to add a state. Each device finds this effect for
-its slice; the effects, whose size does not depend on the number of tokens, are gathered in one collective, and each
-device composes those before its own into the state that its slice starts from. On the way back the cotangents of states
-travel likewise. With the right state at its start and the right cotangent at its end, a slice's work is that of one
-device alone: so the rest is the op's own, in two phases (`kernels._phases`) with the collective between them.
+its slice; the effects, whose size does not depend on the number of tokens, are exchanged (`_exchange`), and those
+before its own make the state that its slice starts from. On the way back the cotangents of states travel likewise. With
+the right state at its start and the right cotangent at its end, a slice's work is that of one device alone: so the rest
+is the op's own, in two phases (`kernels._phases`) with the exchange between them.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from ejkernel import _checks, _sharding
 from ejkernel._dispatch import Implementation, resolve
 from ejkernel.kernels import _varying
 from ejkernel.kernels._phases import Phases, of_whole
+from ejkernel.parallel._exchange import Algebra, Exchange
 
 Arrays = dict[str, Any]
 Result = tuple[jax.Array, jax.Array]
@@ -47,18 +48,16 @@ class Recurrence:
         bind: From what was checked and the options, the static facts of a call and the arrays beside them.
         implementations: What can run the call.
         begin: `begin(implementation, call, inputs, cu_seqlens)`: as `Phases.begin`, with the effect of the tokens on
-            states in place of the final states: one array, so that one collective carries it, `[N, H, …]`.
-        parts: An effect as what keeps of a state and what is added to it, `[N, H, K, V]`.
-        keep: `keep(keeping, state, back)`: what is kept of a state, or `back` of a cotangent.
+            states in place of the final states: what keeps of them and what is added `[N, H, K, V]`.
+        algebra: Of effects.
     """
 
     per_token: tuple[str, ...]
     check: Callable[[Arrays], Checked]
     bind: Callable[..., tuple[Any, tuple[jax.Array | None, ...]]]
     implementations: tuple[Implementation, ...]
-    begin: Callable[..., tuple[Any, jax.Array]]
-    parts: Callable[[jax.Array], tuple[Any, jax.Array]]
-    keep: Callable[[Any, jax.Array, bool], jax.Array]
+    begin: Callable[..., tuple[Any, Any, jax.Array]]
+    algebra: Algebra
 
 
 def spread(
@@ -126,7 +125,7 @@ def _on_slice(
         checked = recurrence.check({name: x for name, x in local.items() if name not in scale})
         call, operands = recurrence.bind(checked, **scale, **options)
         chosen = resolve(recurrence.implementations, call, *operands, platform=platform)
-        output, final = _run(_Spread(recurrence, chosen, axis), call, *operands)
+        output, final = _run(_Spread(recurrence, chosen, axis, devices), call, *operands)
         return (output[0] if checked.unbatched else output), final
 
     return _sharding.partitioned(run, results, local)
@@ -139,26 +138,10 @@ class _Spread:
     recurrence: Recurrence
     chosen: tuple[tuple[str, Implementation], ...]
     axis: str
+    devices: int
 
-    @property
-    def tracked(self) -> bool:
-        """Whether the caller's `shard_map` keeps a record of what varies."""
-        return self.axis in _varying.axes(lax.axis_index(self.axis))
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        """Those of all devices, `[devices, …]`."""
-        return lax.all_gather(x, self.axis, to="invarying" if self.tracked else "varying")
-
-    def compose(self, start: jax.Array, keeping: Any, added: jax.Array, back: bool, reverse: bool) -> Result:
-        """The last state, and that which this device's slice meets, from the effects of all slices."""
-
-        def visit(state: jax.Array, effect: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            keeping, added = effect
-            return self.recurrence.keep(keeping, state, back) + added, state
-
-        start, effects = _varying.align((start, (keeping, added)))
-        last, met = lax.scan(visit, start, effects, reverse=reverse)
-        return last, lax.dynamic_index_in_dim(met, lax.axis_index(self.axis), keepdims=False)
+    def exchange(self, reverse: bool) -> Exchange:
+        return Exchange(self.recurrence.algebra, self.axis, self.devices, reverse)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -166,40 +149,51 @@ def _run(spread: _Spread, call: Any, *arrays: jax.Array | None) -> Result:
     """The call on this device's slice, with borders of sequences as they lie in it."""
     *inputs, initial, cu_seqlens = arrays
     inputs, cu_seqlens, _ = _varying.align((tuple(inputs), cu_seqlens, lax.axis_index(spread.axis)))
-    if initial is None:
-        initial = jnp.zeros((call.sequences, call.heads, call.key_dim, call.value_dim), call.state_dtype)
     # what is the same on all devices of the axis varies over other axes as the rest does
-    initial = _varying.over(initial.astype(call.state_dtype), _varying.axes(inputs[0]) - {spread.axis})
+    others = _varying.axes(inputs[0]) - {spread.axis}
+    initial = None if initial is None else _varying.over(initial.astype(call.state_dtype), others)
     if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
         shape = (call.batch, call.tokens, call.heads, call.value_dim)
-        return _varying.like(jnp.zeros(shape, call.dtype), inputs[0]), initial
+        return _varying.like(jnp.zeros(shape, call.dtype), inputs[0]), _first(call, initial, others)
     return _composed(spread, call, inputs, cu_seqlens, initial)
 
 
+def _first(call: Any, initial: jax.Array | None, axes: frozenset[str]) -> jax.Array:
+    """The states that sequences start from."""
+    if initial is not None:
+        return initial
+    shape = (call.sequences, call.heads, call.key_dim, call.value_dim)
+    return _varying.over(jnp.zeros(shape, call.state_dtype), axes)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _composed(spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Result:
+def _composed(
+    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
+) -> Result:
     return _forward(spread, call, inputs, cu_seqlens, initial)[0]
 
 
 def _forward(
-    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array
+    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
 ) -> tuple[Result, Any]:
-    def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Any:
-        memory, effect = spread.recurrence.begin(implementation, call, inputs, cu_seqlens)
-        keeping, added = spread.recurrence.parts(spread.gather(effect))
-        final, start = spread.compose(initial, keeping, added, back=False, reverse=call.reverse)
+    first = _first(call, initial, _varying.axes(inputs[0]) - {spread.axis})
+
+    def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, first: jax.Array) -> Any:
+        memory, keeping, added = spread.recurrence.begin(implementation, call, inputs, cu_seqlens)
+        final, start, keeping = spread.exchange(call.reverse)(first, keeping, added)
         output, kept = _phases(implementation).finish(call, inputs, cu_seqlens, memory, start)
         return (output, final, start, keeping), kept
 
     branches = {device: partial(run, each) for device, each in spread.chosen}
-    (output, final, start, keeping), kept = _by_platform(branches, inputs, cu_seqlens, initial)
-    return (output, final), (inputs, cu_seqlens, start, keeping, kept)
+    (output, final, start, keeping), kept = _by_platform(branches, inputs, cu_seqlens, first)
+    return (output, final), (initial, inputs, cu_seqlens, start, keeping, kept)
 
 
-def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, None, jax.Array]:
-    *arrays, kept = residuals
+def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, None, Any]:
+    initial, *arrays, kept = residuals
     d_output, d_final = cotangents
-    if not spread.tracked:
+    exchange = spread.exchange(not call.reverse)
+    if not exchange.tracked:
         # then each device's final state counts as its own
         d_final = lax.psum(d_final, spread.axis)
 
@@ -209,16 +203,15 @@ def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) ->
         phases, (inputs, cu_seqlens, start, keeping) = _phases(implementation), arrays
         given = call, inputs, cu_seqlens, start, kept[number]
         memory, d_start = phases.begin_back(*given, d_output)
-        d_added = spread.gather(d_start)
-        d_initial, d_end = spread.compose(d_final, keeping, d_added, back=True, reverse=not call.reverse)
+        d_initial, d_end = exchange.mirrored(d_final, keeping, d_start)
         return (phases.finish_back(*given, memory, (d_output, d_end)), d_initial), ()
 
     branches = {device: partial(run, i, each) for i, (device, each) in enumerate(spread.chosen)}
     (d_inputs, d_initial), _ = _by_platform(branches, tuple(arrays), kept, d_output, d_final)
-    if not spread.tracked:
+    if not exchange.tracked:
         # and so does each one's initial state
         d_initial = jnp.where(lax.axis_index(spread.axis) == 0, d_initial, 0)
-    return d_inputs, None, d_initial
+    return d_inputs, None, None if initial is None else d_initial
 
 
 _composed.defvjp(_forward, _backward)

@@ -18,6 +18,7 @@ from ejkernel.delta_rule import bind
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.parallel import _tokens
+from ejkernel.parallel._exchange import Algebra
 from ejkernel.parallel._tokens import Arrays, Result
 
 PER_TOKEN = ("query", "key", "value", "beta", "g")
@@ -106,14 +107,18 @@ def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
 
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
-) -> tuple[None, jax.Array]:
-    """The matrix and the added state beside each other, `[N, H, K, K + V]`."""
+) -> tuple[None, jax.Array, jax.Array]:
     query, key, value, *gates = inputs
     N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
     wide = replace(call, value_dim=K + V)
     values = jnp.concatenate([jnp.zeros((*value.shape[:-1], K), value.dtype), value], -1)
     unit = jnp.broadcast_to(jnp.eye(K, K + V, dtype=call.state_dtype), (N, H, K, K + V))
-    return None, implementation.run(wide, query, key, values, *gates, unit, cu_seqlens)[1]
+    return None, *_parts(implementation.run(wide, query, key, values, *gates, unit, cu_seqlens)[1])
+
+
+def _pack(matrix: jax.Array, added: jax.Array) -> jax.Array:
+    """Both beside each other, `[N, H, K, K + V]`."""
+    return jnp.concatenate([matrix, added], -1)
 
 
 def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,14 +126,17 @@ def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
     return effect[..., :K], effect[..., K:]
 
 
-def _kept(matrix: jax.Array, state: jax.Array, back: bool) -> jax.Array:
-    matrix = matrix.mT if back else matrix
+def _kept(matrix: jax.Array, state: jax.Array) -> jax.Array:
     return jnp.einsum("nhjk,nhkv->nhjv", matrix, state, precision=lax.Precision.HIGHEST)
+
+
+# the product of matrices is what one keeps of the other
+ALGEBRA = Algebra(_pack, _parts, _kept, join=_kept, mirror=lambda matrix: matrix.mT)
 
 
 def _recurrence(decay: Decay, gate: str) -> _tokens.Recurrence:
     check, bound = partial(_check, gate), partial(bind, decay=decay)
-    return _tokens.Recurrence(PER_TOKEN, check, bound, IMPLEMENTATIONS, _begin, _parts, _kept)
+    return _tokens.Recurrence(PER_TOKEN, check, bound, IMPLEMENTATIONS, _begin, ALGEBRA)
 
 
 WITHOUT_GATE = _recurrence("none", "")

@@ -18,9 +18,11 @@ from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.linear_attention import bind, lightning_decay, retention_decay
 from ejkernel.parallel import _tokens
+from ejkernel.parallel._exchange import Algebra
 from ejkernel.parallel._tokens import Arrays, Result
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
 
+LogDecays = tuple[jax.Array, jax.Array]  # over key dims and over value dims, beside a state
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
 
@@ -120,17 +122,16 @@ def _check(arrays: Arrays) -> _checks.LinearAttention:
 
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
-) -> tuple[Any, jax.Array]:
-    """Both log decays beside the added state: `[N, H, K + 1, V + 1]`."""
+) -> tuple[Any, LogDecays, jax.Array]:
     phases = implementation.phases or of_whole(implementation.run)
     memory, added = phases.begin(call, inputs, cu_seqlens)
     log_decay, value_log_decay = inputs[3:]
-    return memory, _packed(*_log_decays(call, log_decay, value_log_decay, cu_seqlens), added)
+    return memory, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
 
 
 def _log_decays(
     call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None, cu_seqlens: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+) -> LogDecays:
     """What a state is decayed by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
 
     def over_tokens(gate: jax.Array | None) -> jax.Array:
@@ -153,20 +154,26 @@ def _log_decays(
     return total[..., :, None], over_tokens(value_log_decay)[..., None, :]
 
 
-def _packed(decay: jax.Array, value_decay: jax.Array, added: jax.Array) -> jax.Array:
+def _pack(log_decays: LogDecays, added: jax.Array) -> jax.Array:
+    """The added state with the log decays at its edges: `[N, H, K + 1, V + 1]`."""
     N, H, K, V = added.shape
-    column = jnp.broadcast_to(decay, (N, H, K, 1))
-    row = jnp.broadcast_to(value_decay, (N, H, 1, V))
+    column = jnp.broadcast_to(log_decays[0], (N, H, K, 1))
+    row = jnp.broadcast_to(log_decays[1], (N, H, 1, V))
     return jnp.block([[added, column], [row, jnp.zeros((N, H, 1, 1), added.dtype)]])
 
 
-def _parts(effect: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+def _parts(effect: jax.Array) -> tuple[LogDecays, jax.Array]:
     return (effect[..., :-1, -1:], effect[..., -1:, :-1]), effect[..., :-1, :-1]
 
 
-def _kept(log_decays: tuple[jax.Array, jax.Array], state: jax.Array, back: bool) -> jax.Array:
-    del back  # the same for a state and for a cotangent
+def _kept(log_decays: LogDecays, state: jax.Array) -> jax.Array:
     return decayed(state, *log_decays)
 
 
-RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, bind, IMPLEMENTATIONS, _begin, _parts, _kept)
+def _joined(later: LogDecays, earlier: LogDecays) -> LogDecays:
+    return later[0] + earlier[0], later[1] + earlier[1]
+
+
+# a decay takes of a cotangent what it takes of a state
+ALGEBRA = Algebra(_pack, _parts, _kept, _joined, mirror=lambda log_decays: log_decays)
+RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, bind, IMPLEMENTATIONS, _begin, ALGEBRA)
