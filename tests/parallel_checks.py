@@ -3,6 +3,7 @@
 import importlib
 import sys
 import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +23,10 @@ from ejkernel import parallel
 from ejkernel.bench import hlo
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.phases import of_walks
+from ejkernel.parallel import _exchange
 
 DEVICES = len(jax.devices())
+OF_A_STEP = _exchange.BYTES_OF_A_STEP
 AUTO = jax.sharding.AxisType.Auto
 GATES = {"g": "ordinary", "g_gamma": "tiny"}
 CASES = [
@@ -66,7 +69,36 @@ def values():
                 assert_close(a, e, 1e-12, f"{case}: {what}")
             for name, e in expected[2].items():
                 assert_close(grads[name], e, 1e-11, f"{case}: gradient of {name}")
-    module.RECURRENCE = recurrence
+    module.RECURRENCE, _exchange.BYTES_OF_A_STEP = recurrence, OF_A_STEP
+
+
+def tree():
+    """Effects come to the same in a tree as one after the other, whatever the number of devices."""
+    algebra = importlib.import_module("ejkernel.parallel.delta_rule").ALGEBRA
+    random = np.random.default_rng(0)
+    _exchange.BYTES_OF_A_STEP = 0
+    for devices, reverse in ((5, False), (6, True), (8, False)):
+        exchange = _exchange.Exchange(algebra, "time", devices, reverse)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("time",), axis_types=(AUTO,))
+        start, matrices, added = (random.normal(size=(n, 2, 3, 3)).astype(np.float32) for n in (1, devices, devices))
+
+        def run(start, matrix, added, exchange=exchange):
+            last, met, _ = exchange(start, matrix, added)
+            d_first, d_met = exchange.mirrored(start, matrix, added)
+            return last, met, d_first, d_met
+
+        time, whole = jax.P("time"), jax.P()
+        spread = jax.shard_map(
+            run, mesh=mesh, in_specs=(whole, time, time), out_specs=(whole, time, whole, time), axis_names={"time"}
+        )
+        found = jax.jit(spread)(start, matrices, added)
+        for (last, met), matrix in ((found[:2], matrices), (found[2:], matrices.swapaxes(-1, -2))):
+            state, order = start[0], range(devices)
+            for i in reversed(order) if reverse else order:
+                assert_close(met[i], state, 1e-5, f"{devices=} {reverse=}: what slice {i} meets")
+                state = matrix[i] @ state + added[i]
+            assert_close(last[0], state, 1e-5, f"{devices=} {reverse=}: the last")
+    _exchange.BYTES_OF_A_STEP = OF_A_STEP
 
 
 def collectives():
@@ -79,18 +111,26 @@ def collectives():
     def step(x):
         return jax.grad(lambda x: sum((y**2).sum() for y in run(x)))(x)
 
+    def compiled(function, tokens):
+        case = Case("cost", batch=1, tokens=tokens, gates={"g": "ordinary"}, state="each")
+        arrays = {name: jnp.asarray(x) for name, x in case.arrays(np.float32).items()}
+        spec = {n: jax.P() if n == "initial_state" else jax.P(None, "time") for n in arrays}
+        shardings = {n: jax.sharding.NamedSharding(mesh, s) for n, s in spec.items()}
+        return hlo.collectives(jax.jit(function, in_shardings=(shardings,)).lower(arrays).compile().as_text())
+
     # the loss itself is summed over devices, which is no collective of ours
     for function, most in ((run, 1), (step, 2)):
-        found = []
-        for tokens in (64, 256):
-            case = Case("cost", batch=1, tokens=tokens, gates={"g": "ordinary"}, state="each")
-            arrays = {name: jnp.asarray(x) for name, x in case.arrays(np.float32).items()}
-            spec = {n: jax.P() if n == "initial_state" else jax.P(None, "time") for n in arrays}
-            shardings = {n: jax.sharding.NamedSharding(mesh, s) for n, s in spec.items()}
-            text = jax.jit(function, in_shardings=(shardings,)).lower(arrays).compile().as_text()
-            found.append(hlo.collectives(text))
+        found = [compiled(function, tokens) for tokens in (64, 256)]
         assert found[0] == found[1], found
         assert hlo.totals(found[0])[0] == most, found
+    # in a tree, steps each way, and one more for the state that is the same on all devices if anybody wants it
+    steps, _exchange.BYTES_OF_A_STEP = _exchange.tree_steps(DEVICES), 0
+    for function, sums in ((lambda x: run(x)[0], 0), (step, 2)):
+        found = compiled(function, 32)
+        kinds = Counter({kind: sum(n for (each, _), n in found.items() if each == kind) for kind, _ in found})
+        ways = 1 if sums == 0 else 2
+        assert kinds == Counter({"collective-permute": ways * steps, "all-reduce": sums}), found
+    _exchange.BYTES_OF_A_STEP = OF_A_STEP
 
 
 SHARED = {"heads": 4, "own_heads": (2, 2, 4), "state": "each", "unbatched": True}
@@ -236,9 +276,8 @@ def layers():
 
 
 if __name__ == "__main__":
-    parts = {
-        each.__name__: each for each in (values, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
-    }
+    every = (values, tree, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
+    parts = {each.__name__: each for each in every}
     parts |= MESH_PARTS | RING_PARTS
     for part in sys.argv[1:]:
         print(part, flush=True)  # an error is the last one's

@@ -12,7 +12,7 @@ DEVICES = 8
 
 # of one process each: JAX takes longer to start than most of them to run
 PARTS = [
-    ("values", "collectives", "errors"),
+    ("values", "tree", "collectives", "errors"),
     ("delta_rule", "family"),
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_time"),
