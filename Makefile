@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench tpu clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench tpu tpu-training clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -79,6 +79,10 @@ tpu: $(VENV)-tpu/.installed
 	$(TPU) --json benchmarks/results/tpu_compiled.json
 	$(TPU) --schedule --json benchmarks/results/tpu_schedules.json
 
+# The same for a training step on whole topologies, up to 256 chips, for docs/scaling.md.
+tpu-training: $(VENV)-tpu/.installed
+	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_training --json benchmarks/results/tpu_training.json
+
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
 
@@ -111,5 +115,5 @@ $(VENV)/.docs: $(VENV)/.dev
 
 $(VENV)-tpu/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-tpu
-	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]' jaxtyping
+	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]' jaxtyping flax
 	touch $@

@@ -232,6 +232,29 @@ def _spread_time() -> Iterator[list[str]]:
         yield [f"`{op}`", what, f"{one['flops']:,}", *cells]
 
 
+def _tpu_training() -> Iterator[list[str]]:
+    """What a training step moves, planned and counted, by topology."""
+    yield [
+        "topology",
+        "tokens",
+        "HBM of 16 GiB",
+        "states, planned",
+        "counted",
+        "gradients, planned",
+        "counted",
+        "collectives sent ahead, with work meanwhile",
+    ]
+    for row in _read("tpu_training")["rows"]:
+        moved = (
+            f"{row[which][what] / 1e6:.1f} MB"
+            for what in ("states", "gradients")
+            for which in ("planned", "counted")
+        )
+        ahead = f"{row['sent ahead']}, {row['with work meanwhile']}"
+        fits = f"{row['peak bytes'] / 2**30:.1f} GiB"
+        yield [f"`{row['topology']}`", f"{row['tokens']:,}", fits, *moved, ahead]
+
+
 def _compiled() -> Iterator[list[str]]:
     """Largest temporaries of a case's program, in MiB, by chip."""
     rows = _read("tpu_compiled")["rows"]
@@ -281,6 +304,7 @@ def _layers_versions() -> Iterator[list[str]]:
 TABLES = {
     "tpu_schedules": _schedules,
     "spread_time": _spread_time,
+    "tpu_training": _tpu_training,
     "tpu_compiled": _compiled,
     "tpu_sharded": _sharded,
     "layers": _layers,

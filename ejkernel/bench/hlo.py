@@ -16,9 +16,17 @@ CALLED = re.compile(r"(?:body|to_apply|calls|computation|branch_computations)=\{
 def collectives(text: str) -> Counter[tuple[str, int]]:
     """How often each collective runs in the program and the bytes a device gets by it: `{(kind, bytes): times}`."""
     found: Counter[tuple[str, int]] = Counter()
+    chains = set()
     for line, times, _ in instructions(text):
-        if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
-            found[match[2], _bytes(match[1])[-1]] += times
+        if match := re.search(rf"= (.*?) ({KINDS})(-start)?\(", line):
+            # a TPU spreads one over what it computes meanwhile
+            if chain := re.search(r'chain_id="(\d+)"', line):
+                if chain[1] in chains:
+                    continue
+                chains.add(chain[1])
+            sizes = _bytes(match[1])
+            # what is sent stands before what is received
+            found[match[2], sizes[-1] if match[3] else sum(sizes)] += times
     return found
 
 
@@ -56,15 +64,20 @@ def instructions(text: str) -> Iterator[tuple[str, int, dict[str, list[int]]]]:
     def visit(name: str, times: int) -> Iterator[tuple[str, int, dict[str, list[int]]]]:
         for line in bodies[name]:
             yield line, times, shapes[name]
-            turns = 1
-            if " while(" in line:
-                found = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                # a loop that nobody knows the turns of counts once
-                turns = int(found[1]) if found else 1
+            turns = _turns(line, bodies) if " while(" in line else 1
             for inner in CALLED.findall(line):
                 yield from visit(inner, times * turns)
 
     yield from visit(entry, 1)
+
+
+def _turns(line: str, bodies: dict[str, list[str]]) -> int:
+    """Of a loop; one that nobody knows them of counts once."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.-]+)", line)
+    bounds = re.findall(r" constant\((\d+)\)", "\n".join(bodies[condition[1]])) if condition else []
+    return int(bounds[0]) if len(bounds) == 1 else 1
 
 
 def _shapes(lines: list[str]) -> dict[str, list[int]]:
