@@ -25,8 +25,8 @@ def collectives(text: str) -> Counter[tuple[str, int]]:
                     continue
                 chains.add(chain[1])
             sizes = _bytes(match[1])
-            # what is sent stands before what is received
-            found[match[2], sizes[-1] if match[3] else sum(sizes)] += times
+            # one that is started has what is sent, what is received and perhaps more
+            found[match[2], sizes[:2][-1] if match[3] else sum(sizes)] += times
     return found
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import _sharding
 from ejkernel.kernels import _varying
 
 # What a link carries in the time that a message takes to arrive, 50 GB/s for 5 µs: a step costs that much beside `S`.
@@ -84,7 +85,8 @@ class Exchange:
         return self._compose(start, keeping, self._gather(added))
 
     def _by_tree(self, added: jax.Array) -> bool:
-        return by_tree(self.devices, added.size * added.dtype.itemsize)
+        # what XLA shards over other axes it would bring together before it gathers it over ours
+        return _sharding.left_to_xla() or by_tree(self.devices, added.size * added.dtype.itemsize)
 
     def _gather(self, x: jax.Array) -> jax.Array:
         """Those of all devices, `[devices, …]`."""
