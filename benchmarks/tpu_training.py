@@ -198,6 +198,7 @@ def main() -> int:
                 "planned": plan(chips, parameters),
                 "counted": counted,
                 "collectives": [[kind, size, times] for (kind, size), times in sorted(found.items())],
+                "exchanges a layer": sum(n for (kind, _), n in found.items() if kind != "all-reduce") // LAYERS,
                 "kernels": text.count('custom_call_target="tpu_custom_call"'),
                 **overlapped(text),
                 "seconds to compile": round(time.perf_counter() - begun),

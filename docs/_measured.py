@@ -242,7 +242,7 @@ def _tpu_training() -> Iterator[list[str]]:
         "counted",
         "gradients, planned",
         "counted",
-        "collectives sent ahead, with work meanwhile",
+        "exchanges of states a layer, sent ahead, with work meanwhile",
     ]
     for row in _read("tpu_training")["rows"]:
         moved = (
@@ -250,7 +250,7 @@ def _tpu_training() -> Iterator[list[str]]:
             for what in ("states", "gradients")
             for which in ("planned", "counted")
         )
-        ahead = f"{row['sent ahead']}, {row['with work meanwhile']}"
+        ahead = f"{row['exchanges a layer']}, {row['sent ahead']}, {row['with work meanwhile']}"
         fits = f"{row['peak bytes'] / 2**30:.1f} GiB"
         yield [f"`{row['topology']}`", f"{row['tokens']:,}", fits, *moved, ahead]
 

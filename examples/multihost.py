@@ -51,7 +51,10 @@ def loss(recurrent, attention, arrays):
 
 
 def main() -> None:
-    mesh = jax.make_mesh((jax.device_count(),), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    # heads over neighbours where devices divide, time over all of these: so it is time that spans the processes
+    groups = HEADS if jax.device_count() % HEADS == 0 else 1
+    mesh = jax.make_mesh((jax.device_count() // groups, groups), ("time", "heads"), axis_types=auto)
     random = np.random.default_rng(0)
     tokens = [random.normal(size=(TOKENS, HEADS, DIM)).astype(np.float32) for _ in range(4)]
     borders = np.array([0, 21, 60], np.int32)
@@ -64,7 +67,7 @@ def main() -> None:
     over = {"axis_name": "time", "mesh": mesh}
     ops = partial(parallel.recurrent, **over), partial(parallel.flash_attention, **over)
     step = jax.jit(jax.value_and_grad(partial(loss, *ops), has_aux=True, allow_int=True))
-    (total, output), gradients = step([*(spread(x, "time") for x in tokens), spread(borders)])
+    (total, output), gradients = step([*(spread(x, "time", "heads") for x in tokens), spread(borders)])
 
     alone = partial(loss, ejkernel.recurrent, ejkernel.flash_attention)
     step = jax.jit(jax.value_and_grad(alone, has_aux=True, allow_int=True))

@@ -4,6 +4,7 @@ A row names the dimensions of its arrays and results by letters, each of which h
 comes back, gradients too, is compared with the same call on one device.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -18,6 +19,7 @@ from conftest import assert_close
 
 import ejkernel
 from ejkernel import parallel, xla_utils
+from ejkernel.bench import hlo
 
 AXES = {"B": "batch", "T": "time", "H": "heads", "G": "heads"}
 SIZES = {"B": 2, "T": 8, "L": 8, "H": 4, "G": 2, "K": 4, "V": 2, "N": 3, "Z": 2, "O": 1}
@@ -233,15 +235,43 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
         return op(arrays, **over)
 
     with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
-        results, grads = jax.jit(with_gradients(call))(*split(placed))
+        program = jax.jit(with_gradients(call)).lower(*split(placed)).compile()
+        results, grads = program(*split(placed))
         plain = call(placed) if eager else ()
     compare((results, grads), op, what)
+    if spread and set("BTHG") <= set(letters):
+        check_collectives(op, hlo.collectives(program.as_text()), what)
     for x, y in zip(plain, results, strict=eager):
         assert_close(x, y, 1e-5, f"{op}, {what}: not compiled")
     if kind == EXPLICIT and letters:
         for x, dims in zip((*results, *plain), op.results * (2 if eager else 1), strict=True):
             expected = jax.sharding.NamedSharding(mesh, spec(dims, {*letters, "T"} if spread else letters))
             assert x.sharding.is_equivalent_to(expected, x.ndim), f"{op}, {what}: {jax.typeof(x)}"
+
+
+def check_collectives(op, found, what):
+    """Between two slices of time a device's own share of states or keys travels, each way, and nothing else does.
+
+    What is the same on all devices is summed: final states, and the gradients of initial ones, decays and sinks.
+    """
+    assert {kind for kind, _ in found} <= {"collective-permute", "all-reduce"}, f"{op}, {what}: {found}"
+    share = {each: SIZES[each] // (2 if each in AXES else 1) for each in SIZES}
+    K, V = share["K"], share["V"]
+    if op.name == "flash_attention":
+        tokens = share["B"] * share["T"] if "B" in op.arrays["query"] else share["T"]
+        expected = collections.Counter()
+        for dim in (K, V):
+            # forward, and back with the gradients; a window's keys go to both sides at once
+            expected["collective-permute", 4 * tokens * share["G"] * dim] += 3
+        moved = {key: times for key, times in found.items() if key[0] == "collective-permute"}
+        assert "sliding_window" in op.options or moved == expected, f"{op}, {what}: {found}"
+        return
+    states = (share["B"] if op.results[1][0] == "B" else SIZES["N"]) * share["H"]
+    effect = K * (K + V) if "beta" in op.arrays else (K + 1) * (V + 1)
+    moved = {key: times for key, times in found.items() if key[0] == "collective-permute"}
+    assert moved == {("collective-permute", 4 * states * effect): 2}, f"{op}, {what}: {found}"
+    summed = sum(times for (kind, size), times in found.items() if size == 4 * states * K * V)
+    assert summed <= 1 + 2 * ("initial_state" in op.arrays), f"{op}, {what}: {found}"
 
 
 # letters that are sharded together; key and value heads go with those of queries
@@ -277,9 +307,10 @@ def own_shard_map():
 
 
 def explicit_time():
-    """`parallel` given a mesh with `Explicit` axes, entered or not, and arrays sharded over all axes or none."""
+    """`parallel` given a mesh, entered or not, and arrays sharded over all of its axes or none."""
     for i, op in enumerate(SPREADABLE[1::2]):
-        check_on_mesh(op, "BTHG" if i % 4 else "", EXPLICIT, entered=i % 2 > 0, spread=True, eager=i % 5 == 0)
+        kind = AUTO if i % 3 == 2 else EXPLICIT
+        check_on_mesh(op, "BTHG" if i % 4 else "", kind, entered=i % 2 > 0, spread=True, eager=i % 5 == 0)
 
 
 def explicit_heads():
