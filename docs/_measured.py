@@ -250,7 +250,8 @@ def _tpu_training() -> Iterator[list[str]]:
             for what in ("states", "gradients")
             for which in ("planned", "counted")
         )
-        ahead = f"{row['exchanges a layer']}, {row['sent ahead']}, {row['with work meanwhile']}"
+        names = ("exchanges a layer", "sent ahead", "with work meanwhile")
+        ahead = ", ".join(str(row[name]) for name in names)
         fits = f"{row['peak bytes'] / 2**30:.1f} GiB"
         yield [f"`{row['topology']}`", f"{row['tokens']:,}", fits, *moved, ahead]
 
