@@ -25,11 +25,12 @@ test-newest: newest
 	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
 
 # The part of it that CI runs: what rests most on JAX, namely transformations, meshes, layers and Triton's interpreter.
-SMOKE := test_import.py test_dispatch.py xla_utils/test_utils.py test_linear_attention.py::test_pinned_paths \
+# The longest comes first.
+SMOKE := parallel/test_parallel.py::test_on_virtual_devices[sharding-ring_shard_map] \
+  test_import.py test_dispatch.py xla_utils/test_utils.py test_linear_attention.py::test_pinned_paths \
   test_attention.py::test_transformations test_flash_attention.py::test_transformations \
   layers/test_nnx_layers.py::test_prefill_and_steps_are_one_pass \
-  kernels/linear_recurrence/test_triton_kernels.py::test_vmap[False] \
-  parallel/test_parallel.py::test_on_virtual_devices[sharding-ring_shard_map]
+  kernels/linear_recurrence/test_triton_kernels.py::test_vmap[False]
 
 test-newest-smoke:
 	$(MAKE) test-newest NEWEST_TESTS='$(addprefix tests/,$(SMOKE))'

@@ -161,11 +161,13 @@ def delta_rule():
                 results, pull = jax.vjp(partial(run, borders=borders), arrays)
                 return results, pull(cotangents)[0]
 
+            arrays, borders = split(cases[0].arrays())
+            shapes = jax.eval_shape(run, arrays, borders)
+            cotangents = tuple(np.cos(np.arange(x.size)).reshape(x.shape) for x in shapes)
+            program = with_gradients.lower(arrays, borders, cotangents).compile()
             for number, case in enumerate(cases):
                 arrays, borders = split(case.arrays())
-                shapes = jax.eval_shape(run, arrays, borders)
-                cotangents = tuple(np.cos(np.arange(x.size)).reshape(x.shape) for x in shapes)
-                (output, final), grads = with_gradients(arrays, borders, cotangents)
+                (output, final), grads = program(arrays, borders, cotangents)
                 d_output, d_final = cotangents
                 wanted = oracle.delta_rule(
                     **arrays, **borders, **case.options, d_output=d_output, d_final_state=d_final
@@ -175,7 +177,7 @@ def delta_rule():
                 for name, x in wanted[2].items():
                     assert_close(grads[name], x, 1e-11, f"{case} {number}: gradient of {name}")
         # of the last
-        text = with_gradients.lower(arrays, borders, cotangents).compile().as_text()
+        text = program.as_text()
         numbers = DEVICES * final.size // case.value_dim  # a device's, over the value dims
         gathered = 8 * numbers * (case.key_dim + case.value_dim)
         assert hlo.collectives(text) == {
@@ -205,16 +207,16 @@ def sharding():
         )
         for name, op in ops.items():
 
-            def gradient(q, k, v, op=op):
+            def with_gradients(q, k, v, op=op):
                 results, pull = jax.vjp(op, q, k, v)
-                return pull(jax.tree.map(jnp.ones_like, results))
+                return results, pull(jax.tree.map(jnp.ones_like, results))
 
             with jax.set_mesh(mesh):
-                for function in (op, gradient):
-                    text = jax.jit(function).lower(x, x, x).compile().as_text()
-                    assert not hlo.collectives(text), f"{name} communicates over {kind} axes"
-                output = jax.tree.leaves(op(x, x, x))[0]
-                assert output.sharding.is_equivalent_to(x.sharding, 4), f"{name}: {output.sharding}"
+                program = jax.jit(with_gradients).lower(x, x, x).compile()
+                assert not hlo.collectives(program.as_text()), f"{name} communicates over {kind} axes"
+                results, grads = program(x, x, x)
+                for each in (jax.tree.leaves(results)[0], *grads):
+                    assert each.sharding.is_equivalent_to(x.sharding, 4), f"{name}: {each.sharding}"
 
 
 def tpu_kernels():

@@ -93,8 +93,9 @@ def test_few_tokens_without_gradients(case, x64):
         assert_close(a, e, 1e-12)
 
 
+@pytest.mark.usefixtures("small_chunks")
 class TestWhatHoldsOfAnyCall:
-    # of a size of its own: the table's calls are traced, and kept, with smaller chunks
+    # of a size of its own: other calls are traced, and kept, with larger chunks
     CASE = Case("call", tokens=70, key_dim=6, gate="ordinary", per_key=True, state="each")
 
     def test_any_split_is_the_whole(self, x64):

@@ -201,7 +201,7 @@ def test_without_matplotlib_it_says_so_before_it_trains(tmp_path, capsys, monkey
 def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     for name, value in {"NAMES": text.NAMES[:6], "PLACES": text.PLACES[:6], "PEOPLE": 4, "SENTENCES": (8, 24)}.items():
         monkeypatch.setattr(text, name, value)
-    settings = training.Settings(steps=220, width=64, heads=2)
+    settings = training.Settings(steps=220, tokens=512, width=64, heads=2)
     with monkeypatch.context() as optimised:  # unlike most tests, this one runs for longer than it compiles
         optimised.setattr(
             jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
