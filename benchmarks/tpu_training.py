@@ -162,6 +162,36 @@ def overlapped(text: str) -> dict[str, int]:
     return {"sent ahead": len(between), "with work meanwhile": sum(number > 0 for number in between)}
 
 
+def ring() -> dict[str, Any]:
+    """Softmax attention over sixteen chips: hops of keys and values, and those that travel beside a block's work."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding
+
+    from ejkernel import parallel
+    from ejkernel.bench import hlo
+
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
+    mesh = Mesh(devices.ravel(), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = NamedSharding(mesh, jax.P(None, "time"))
+    x = jax.ShapeDtypeStruct((1, devices.size * 4096, 8, 128), jnp.bfloat16, sharding=place)
+
+    def forward(*arrays: Any) -> Any:
+        return parallel.flash_attention(*arrays, causal=True, layout="balanced", axis_name="time", mesh=mesh)
+
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
+
+    found = {}
+    for name, run in (("forward", forward), ("with gradients", gradients)):
+        text = jax.jit(run).lower(x, x, x).compile().as_text()
+        hops, moved = hlo.totals(hlo.collectives(text))
+        found[name] = {"hops": hops, "bytes": moved, **overlapped(text)}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_training", description=str(__doc__).splitlines()[0])
     parser.add_argument("--topologies", default=",".join(run.topology for run in RUNS))
@@ -206,7 +236,8 @@ def main() -> int:
         )
         print(json.dumps(rows[-1], indent=1), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1) + "\n")
+        content = {"jax": jax.__version__, "rows": rows, "ring": ring()}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     return int(not all(row["fits"] for row in rows))
 
 
