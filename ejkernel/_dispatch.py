@@ -187,8 +187,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation would serve `op(*args, **kwargs)` on each platform, and why others would not.
 
     Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays, with a `sharding` for what lies on several
-    devices. `op` may also be a function of one's own or
-    a module that calls an op somewhere inside, jitted or transformed; of several ops, the first is explained.
+    devices. `op` may also be a function of one's own or a module that calls an op somewhere inside, jitted or
+    transformed; of several ops, the first is explained.
 
     Examples:
         >>> import jax, jax.numpy as jnp
