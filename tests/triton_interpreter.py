@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -266,6 +267,10 @@ def _run_numpy(*arrays, kernel, scalars, outputs, programs, aliases, constants):
     return results
 
 
+# XLA calls back from several threads at once, and the interpreter has one place for what runs and where
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _execute(kernel, arguments, programs, constants):
     from triton.runtime import interpreter
 
@@ -277,6 +282,6 @@ def _execute(kernel, arguments, programs, constants):
         def _restore_args_dev(self, *_):
             pass
 
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*arguments, **constants)
