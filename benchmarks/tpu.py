@@ -296,6 +296,7 @@ def sharded() -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import ejkernel
+    from ejkernel.bench import hlo
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
     grid, line = Mesh(devices.reshape(4, 4), ("batch", "heads")), Mesh(devices.ravel(), ("time",))
@@ -316,9 +317,11 @@ def sharded() -> dict[str, Any]:
 
         wanted = jax.grad(loss, (0, 1, 2, 3)) if gradient else run
         text = jax.jit(wanted).lower(*shapes).compile().as_text()
-        kinds = r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
         kernels = text.count('custom_call_target="tpu_custom_call"')
-        return {"kernels": kernels, "collectives": dict(collections.Counter(re.findall(kinds, text)))}
+        collectives: collections.Counter[str] = collections.Counter()
+        for (kind, _), times in hlo.collectives(text).items():
+            collectives[kind] += times
+        return {"kernels": kernels, "collectives": dict(collectives)}
 
     programs = {
         "batch and heads, `shard_map`": (mapped, grid, by_row),

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel._dispatch import Implementation
+
 Results = tuple[jax.Array, jax.Array]
 Run = Callable[..., Results]
 
@@ -32,6 +34,11 @@ class Phases:
     finish: Callable[..., tuple[jax.Array, Any]]
     begin_back: Callable[..., tuple[Any, jax.Array]]
     finish_back: Callable[..., tuple[Any, ...]]
+
+
+def of(implementation: Implementation) -> Phases:
+    """Its own, or one run of it for each."""
+    return implementation.phases or of_whole(implementation.run)
 
 
 @functools.cache  # equal ones are the same, so that nothing is traced again

@@ -19,8 +19,7 @@ from jax import lax
 
 from ejkernel import _checks, _sharding
 from ejkernel._dispatch import Implementation, resolve
-from ejkernel.kernels import _varying
-from ejkernel.kernels._phases import Phases, of_whole
+from ejkernel.kernels import _phases, _varying
 from ejkernel.parallel._exchange import Algebra, Exchange
 
 Arrays = dict[str, Any]
@@ -181,7 +180,7 @@ def _forward(
     def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, first: jax.Array) -> Any:
         memory, keeping, added = spread.recurrence.begin(implementation, call, inputs, cu_seqlens)
         final, start, keeping = spread.exchange(call.reverse)(first, keeping, added)
-        output, kept = _phases(implementation).finish(call, inputs, cu_seqlens, memory, start)
+        output, kept = _phases.of(implementation).finish(call, inputs, cu_seqlens, memory, start)
         return (output, final, start, keeping), kept
 
     branches = {device: partial(run, each) for device, each in spread.chosen}
@@ -200,7 +199,7 @@ def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) ->
     def run(
         number: int, implementation: Implementation, arrays: Any, kept: Any, d_output: jax.Array, d_final: jax.Array
     ) -> Any:
-        phases, (inputs, cu_seqlens, start, keeping) = _phases(implementation), arrays
+        phases, (inputs, cu_seqlens, start, keeping) = _phases.of(implementation), arrays
         given = call, inputs, cu_seqlens, start, kept[number]
         memory, d_start = phases.begin_back(*given, d_output)
         d_initial, d_end = exchange.mirrored(d_final, keeping, d_start)
@@ -215,10 +214,6 @@ def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) ->
 
 
 _composed.defvjp(_forward, _backward)
-
-
-def _phases(implementation: Implementation) -> Phases:
-    return implementation.phases or of_whole(implementation.run)
 
 
 def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:

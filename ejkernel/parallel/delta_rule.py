@@ -39,7 +39,7 @@ def delta_rule(
     normalize: bool = False,
     platform: str | None = None,
 ) -> Result:
-    """`ejkernel.delta_rule` with the tokens sharded over a mesh axis, in one collective forward and one backward.
+    """`ejkernel.delta_rule` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
 
     Without `mesh` it is called inside the caller's own `shard_map`: arrays with a token dimension are this device's
     slice of it, everything else (`initial_state`, `cu_seqlens`) is the same on all devices, and so is the final state

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ejkernel import _checks
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels._phases import of_whole
+from ejkernel.kernels import _phases
 from ejkernel.kernels.chunks.first_gates import decayed
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call
@@ -43,7 +43,7 @@ def recurrent(
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
 ) -> Result:
-    """`ejkernel.recurrent` with the tokens sharded over a mesh axis, in one collective forward and one backward.
+    """`ejkernel.recurrent` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
 
     Without `mesh` it is called inside the caller's own `shard_map`: arrays with a token dimension are this device's
     slice of it, everything else (`g_gamma`, `initial_state`, `cu_seqlens`) is the same on all devices, and so is the
@@ -123,8 +123,7 @@ def _check(arrays: Arrays) -> _checks.LinearAttention:
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
 ) -> tuple[Any, LogDecays, jax.Array]:
-    phases = implementation.phases or of_whole(implementation.run)
-    memory, added = phases.begin(call, inputs, cu_seqlens)
+    memory, added = _phases.of(implementation).begin(call, inputs, cu_seqlens)
     log_decay, value_log_decay = inputs[3:]
     return memory, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
 
