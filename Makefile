@@ -13,7 +13,6 @@ demo: $(VENV)/.demo
 # What the newest release of JAX changes shows here first; it needs a newer Python than the oldest we run on.
 # (PYENV_VERSION makes pyenv offer that Python; elsewhere it means nothing.)
 NEWEST ?= PYENV_VERSION=3.12 python3.12
-NEWEST_TESTS ?= tests
 PYTEST := pytest -n $(WORKERS) --dist worksteal
 
 test: lint $(VENV)/.dev
@@ -21,8 +20,9 @@ test: lint $(VENV)/.dev
 
 newest: $(VENV)-newest/.dev
 
+ON_NEWEST := JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST)
 test-newest: newest
-	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST) $(NEWEST_TESTS)
+	$(ON_NEWEST) tests
 
 # The part of it that CI runs: what rests most on JAX, namely transformations, meshes, layers and Triton's interpreter.
 # The longest comes first.
@@ -32,8 +32,8 @@ SMOKE := parallel/test_parallel.py::test_on_virtual_devices[sharding-ring_shard_
   layers/test_nnx_layers.py::test_prefill_and_steps_are_one_pass \
   kernels/linear_recurrence/test_triton_kernels.py::test_vmap[False]
 
-test-newest-smoke:
-	$(MAKE) test-newest NEWEST_TESTS='$(addprefix tests/,$(SMOKE))'
+test-newest-smoke: $(VENV)-newest/.test
+	$(ON_NEWEST) $(addprefix 'tests/,$(addsuffix ',$(SMOKE)))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -105,9 +105,13 @@ $(VENV)-peers/.peers: pyproject.toml
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[layers,peers]'
 	touch $@
 
-$(VENV)-newest/.dev: pyproject.toml
+$(VENV)-newest/.test: pyproject.toml
 	$(NEWEST) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --upgrade jax -e '.[dev]'
+	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --upgrade jax -e '.[test]'
+	touch $@
+
+$(VENV)-newest/.dev: $(VENV)-newest/.test
+	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

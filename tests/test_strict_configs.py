@@ -1,7 +1,6 @@
 """JAX's strict settings, which many codebases run their tests under, break no op: values and gradients."""
 
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,17 +197,11 @@ def values_and_gradients(row, arrays):
     return results, pull(jax.tree.map(jnp.ones_like, results))
 
 
-def program(row):
-    """What is traced, which is all that promotion has a say in, without the addresses of functions."""
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(partial(values_and_gradients, row))(row.arrays())))
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row}-{np.dtype(row.dtype)}".replace(" ", "-"))
 def test_promotion(row):
-    """Nothing leaves it to JAX to make ranks or dtypes alike: the program is the same where that is forbidden."""
-    usual = program(row)
+    """Nothing leaves it to JAX to make ranks or dtypes alike, which tracing, where that is forbidden, would refuse."""
     with no_promotion():
-        assert program(row) == usual
+        jax.eval_shape(partial(values_and_gradients, row), row.arrays())
 
 
 @pytest.mark.parametrize(
