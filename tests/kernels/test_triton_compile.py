@@ -24,7 +24,7 @@ EVERY = [
 FEW = [
     (80, "bfloat16", "128x128", "head"),
     (89, "float32", "512x512", "key+value"),
-    (100, "bfloat16", "128x128", "head"),
+    (100, "bfloat16", "64x64", "key"),
     (120, "bfloat16", "512x512", "key"),
     (90, "bfloat16", "8x8", "key"),
     (90, "bfloat16", "128x32", "key"),
