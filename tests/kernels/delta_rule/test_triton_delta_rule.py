@@ -31,7 +31,7 @@ TOLERANCE = {
 
 def small(chunk=16, block=16, fill=0):
     """Small blocks: several chunks, and blocks of dims, in a few dozen tokens."""
-    return Config(chunk, "ieee", "ieee", *[Tile(block, 4, 1)] * 6, block, Tile(block, 4, 1), fill)
+    return Config(chunk, "ieee", "ieee", Tile(block, 4, 1), 2, *[Tile(block, 4, 1)] * 6, block, Tile(block, 4, 1), fill)
 
 
 @pytest.fixture(autouse=True)

@@ -85,15 +85,27 @@ def load_rows(
 
 @triton.jit
 def load_columns(
-    p, i_token, i_head, o_t, m_r, o_c, HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr
+    p,
+    i_token,
+    i_head,
+    o_t,
+    m_r,
+    o_c,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):
     """Rows of one head as the columns of a tile; what the masks leave out is 0."""
-    m_tile = m_r[None, :]
-    if PAD:
-        m_tile = m_tile & (o_c[:, None] < D)
-    b = tl.load(
-        p + (i_token * HEADS + i_head) * D + (o_t[None, :] * (HEADS * D) + o_c[:, None]), mask=m_tile, other=0.0
-    )
+    p_tile = p + (i_token * HEADS + i_head) * D + (o_t[None, :] * (HEADS * D) + o_c[:, None])
+    if WHOLE and not PAD:
+        b = tl.load(p_tile)
+    else:
+        m_tile = m_r[None, :]
+        if PAD:
+            m_tile = m_tile & (o_c[:, None] < D)
+        b = tl.load(p_tile, mask=m_tile, other=0.0)
     if WIDE:
         b = b.to(tl.float32)
     return b

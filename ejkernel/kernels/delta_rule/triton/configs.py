@@ -15,8 +15,10 @@ class Config:
         precision: Of the dots on float32 operands.
         invert: Of the dots that make an inverse, on float32 operands too.
         system: The kernel that solves the systems; it takes all key dims at once.
+        heads: Heads that a program of it goes through, if they divide by that.
         gated: The same where key dims have gates, by blocks of these.
         forward: The walk over chunks, by blocks of value dims.
+        alone: The same where nothing is kept for a walk back and no key dim has a gate, which leaves memory.
         effects: The walk that finds what time segments do to states.
         backward: The walk back.
         gradients: The kernel of all gradients, by blocks of value dims.
@@ -29,8 +31,10 @@ class Config:
     precision: str
     invert: str
     system: Tile
+    heads: int
     gated: Tile
     forward: Tile
+    alone: Tile
     effects: Tile
     backward: Tile
     gradients: Tile
@@ -42,34 +46,49 @@ class Config:
 _STEP = Tile(64, 4, 1)
 _THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
 _AHEAD, _FURTHER, _DEEP = Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 8, 1)
-_THIN_AHEAD, _LARGE, _LARGE_AHEAD = Tile(32, 4, 2), Tile(128, 8, 1), Tile(128, 8, 2)
+_THIN_AHEAD, _LARGE = Tile(32, 4, 2), Tile(128, 8, 1)
+_LARGE_AHEAD, _LARGE_FURTHER = Tile(128, 8, 2), Tile(128, 8, 3)
 _BF16, _TF32 = ("tf32x3", "bf16x3"), ("tf32x3", "tf32x3")
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(64, *_BF16, _WIDE, _THIN_AHEAD, _LARGE_AHEAD, _FURTHER, _LARGE_AHEAD, _LARGE, 128, _STEP, 132),
-        256: Config(64, *_BF16, _WIDE, _THIN_AHEAD, _DEEP, _DEEP, _DEEP, _LARGE, 128, _STEP, 132),
+        128: Config(
+            64,
+            *_BF16,
+            _FURTHER,
+            4,
+            _THIN_AHEAD,
+            _LARGE_AHEAD,
+            _LARGE_FURTHER,
+            _FURTHER,
+            _LARGE_AHEAD,
+            _LARGE,
+            128,
+            _STEP,
+            132,
+        ),
+        256: Config(64, *_BF16, _WIDE, 1, _THIN_AHEAD, _DEEP, _DEEP, _DEEP, _DEEP, _LARGE, 128, _STEP, 132),
     },
     MEDIUM: {
-        128: Config(32, *_BF16, _WIDE, _WIDE, _AHEAD, _AHEAD, _AHEAD, _WIDE, 64, _STEP, 216),
-        256: Config(32, *_BF16, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 216),
+        128: Config(32, *_BF16, _WIDE, 1, _WIDE, _AHEAD, _AHEAD, _AHEAD, _AHEAD, _WIDE, 64, _STEP, 216),
+        256: Config(32, *_BF16, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 216),
     },
     SMALL: {
-        128: Config(32, *_BF16, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
-        256: Config(32, *_BF16, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
+        128: Config(32, *_BF16, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
+        256: Config(32, *_BF16, _WIDE, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(32, *_TF32, _WIDE, _WIDE, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
-        256: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
+        128: Config(32, *_TF32, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
+        256: Config(16, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
     },
     MEDIUM: {
-        128: Config(32, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 216),
-        256: Config(16, *_TF32, _THIN, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP, 216),
+        128: Config(32, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 216),
+        256: Config(16, *_TF32, _THIN, 1, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP, 216),
     },
     SMALL: {
-        128: Config(16, *_TF32, _THIN, _THIN, _THIN, _THIN, _THIN, _THIN, 32, _STEP, 256),
-        256: Config(16, *_TF32, _THIN, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _THIN, 32, _STEP, 256),
+        128: Config(16, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _THIN, 32, _STEP, 256),
+        256: Config(16, *_TF32, _THIN, 1, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _THIN, 32, _STEP, 256),
     },
 }
 

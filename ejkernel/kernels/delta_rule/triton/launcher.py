@@ -123,6 +123,10 @@ class Launcher:
             return self.call.tokens // length + self.call.sequences + 1
         return self.call.batch * cdiv(self.call.tokens, length)
 
+    def heads_a_program(self) -> int:
+        """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
+        return next(number for number in (self.config.heads, 2, 1) if self.call.heads % number == 0)
+
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of every token and head."""
         return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)

@@ -69,8 +69,14 @@ def _walk(
     keyed = call.decay == "key"
     hat = launcher.rows(call.key_dim, dtype) if keyed else None
     total = launcher.chunked(call.key_dim) if keyed else None
+    kernel, tile = device("key_gates").solve_keyed if keyed else device("system").solve, config.gated
+    cut: dict[str, Any] = {"BK": min(tile.block, padded(call.key_dim)), **launcher.gates()}
+    each = 1
+    if not keyed:
+        tile, each = config.system, launcher.heads_a_program()
+        cut = {"BK": padded(call.key_dim), "EACH": each}
     reads, inverse, transposed, weights, *folds = launcher.launch(
-        device("key_gates").solve_keyed if keyed else device("system").solve,
+        kernel,
         *(query, key, beta, log_decay),
         outputs=[
             launcher.chunked(chunk, chunk, dtype=dtype),
@@ -79,12 +85,11 @@ def _walk(
             launcher.chunked(WEIGHTS, chunk),
             *([hat, hat, hat, total] if keyed else []),
         ],
-        programs=launcher.blocks(chunk) * call.heads,
-        tile=config.gated if keyed else config.system,
+        programs=launcher.blocks(chunk) * call.heads // each,
+        tile=tile,
         length=chunk,
-        BK=min(config.gated.block if keyed else 256, padded(call.key_dim)),
         KEEP=keep,
-        **(launcher.gates() if keyed else {}),
+        **cut,
     )
     folded = Folded(*folds) if keyed else Folded(query, key)
     walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total
@@ -110,7 +115,7 @@ def _walk(
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
             launcher.states(),
         ],
-        tile=config.forward,
+        tile=config.forward if keep or keyed else config.alone,
         START=start is not None,
         KEEP=keep,
         TIME=time,
@@ -227,27 +232,23 @@ def _key_gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
     call, cut = launcher.call, launcher.by_parts()
     flags = launcher.chunked(cdiv(call.key_dim, cut["BK"]), dtype=jnp.int32)
     moving: list[Any] = [launcher.parts(each) for each in (query, key, log_decay)]
-    kernel, constants = device("key_gradients").gradients_keyed, launcher.gates() | {"FLAGS": cut["BK"]}
+    kernel = device("key_gradients").gradients_keyed
+    constants = launcher.gates() | {"LOOK": padded(call.heads * flags.shape[-1])}
     *found, dvalue, dbeta, strong = launcher.launch(
         kernel,
         *(*arrays, None, None, None, None),
         outputs=[*moving, launcher.values(), launcher.token_parts(), flags],
         STRONG=False,
-        EACH=1,
         **cut,
         **constants,
     )
-    # most often there is nothing to do: a program looks after several heads, so that looking takes little time
-    each = next(number for number in (8, 4, 2, 1) if call.heads % number == 0)
-    cut |= {"programs": cut["programs"] // each, "BK": min(cut["BK"], 64)}
     dquery, dkey, dgate, *_ = launcher.launch(
         kernel,
         *(*arrays, strong, *found),
         outputs=[*moving, None, None, None],
         aliases={len(arrays) + 1 + i: i for i in range(3)},
         STRONG=True,
-        EACH=each,
-        **cut,
+        **cut | {"programs": cut["programs"] // call.heads},
         **constants,
     )
     return [dquery, dkey, dvalue, dbeta, dgate]

@@ -51,11 +51,6 @@ def of_values(
 
 
 @triton.jit
-def add_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def gradients(
     p_q,
     p_k,
@@ -154,6 +149,7 @@ def gradients(
         b_dend = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
         if DECAY == "head":
             b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
+            b_leaving += tl.sum(b_kt.to(tl.float32) * b_dend, 0)
         b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
         b_dq = tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION)
         b_dlate = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
@@ -163,10 +159,7 @@ def gradients(
         if DECAY == "head":
             # what passes between two tokens cancels from both on: it is in a query's or late key's gradient, and in an
             # early key's
-            b_flow = b_qt.to(tl.float32) * b_dq + b_kt.to(tl.float32) * (b_dlate - b_dearly)
-            b_flow, b_left = tl.reduce((b_flow, b_kt.to(tl.float32) * b_dend), 0, add_two)
-            b_arriving += b_flow
-            b_leaving += b_left
+            b_arriving += tl.sum(b_qt.to(tl.float32) * b_dq + b_kt.to(tl.float32) * (b_dlate - b_dearly), 0)
         b_dq = tl.trans(b_dq)
         b_dk = tl.trans(b_dlate + b_dearly + b_dend)
         i_rows = ((i_token * H + i_h) * NV + i_v) * K

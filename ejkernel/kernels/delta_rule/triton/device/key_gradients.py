@@ -76,8 +76,7 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISIO
 def of_chunk(
     p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq, p_dk,
     p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    FLAGS: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr,
-    PACKED: tl.constexpr,
+    LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """What `gradients_keyed` gives, of one chunk and head."""
     H: tl.constexpr = CALL.heads
@@ -91,7 +90,6 @@ def of_chunk(
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    NF: tl.constexpr = (K + FLAGS - 1) // FLAGS
     PAD: tl.constexpr = K % BK != 0
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_chunk = i_block.to(tl.int64) * H + i_h
@@ -121,14 +119,14 @@ def of_chunk(
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         if STRONG:
-            is_here = tl.load(p_strong + i_chunk * NF + i_k * BK // FLAGS) != 0
+            is_here = tl.load(p_strong + i_chunk * NK + i_k) != 0
         else:
             b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1), FINE)
             b_bits = b_whole + b_rest
             is_here = tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT
             if i_v == 0:
-                tl.store(p_flag + i_chunk * NF + i_k, (is_here == 0).to(tl.int32))
+                tl.store(p_flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
         if is_here:
             o_state = o_v[:, None] * K + o_k[None, :]
             m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
@@ -230,35 +228,38 @@ def gradients_keyed(
     FINE: tl.constexpr,
     LIMIT: tl.constexpr,
     STRONG: tl.constexpr,
-    FLAGS: tl.constexpr,
-    EACH: tl.constexpr,
+    LOOK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
     Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are flagged and left out;
-    STRONG finds these, split dyadically, beside results that come as `p_…_in`, in the same memory, of EACH heads a
-    program. There is a flag for each FLAGS key dims.
+    STRONG finds these, split dyadically, beside results that come as `p_…_in`, in the same memory. Most often there are
+    none, so a program looks after a chunk's heads at once, at most LOOK flags.
 
     A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
     leaves the chunk.
     """
     H: tl.constexpr = CALL.heads
     NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
-    NF: tl.constexpr = (CALL.key_dim + FLAGS - 1) // FLAGS
+    FLAGS: tl.constexpr = H * ((CALL.key_dim + BK - 1) // BK)
     i_program = tl.program_id(0)
     i_v = i_program % NV
-    i_first = (i_program // NV) % (H // EACH) * EACH
-    i_block = i_program // (NV * (H // EACH))
-    for i_each in range(0, EACH):
-        i_h = i_first + i_each
-        n_flags = 0
-        if STRONG:
-            for i_flag in range(0, NF):
-                n_flags += tl.load(p_strong + (i_block.to(tl.int64) * H + i_h) * NF + i_flag)
-        if (not STRONG) or (n_flags > 0):
-            of_chunk(
-                p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq,
-                p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV, FLAGS, LEVELS, FINE, LIMIT,
-                STRONG, PACKED,
-            )  # fmt: skip
+    if STRONG:
+        i_block = i_program // NV
+        o_flag = tl.arange(0, LOOK)
+        b_flag = tl.load(p_strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+        if tl.sum(b_flag, 0) > 0:
+            for i_h in range(0, H):
+                if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
+                    of_chunk(
+                        p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N,
+                        p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV, LEVELS, FINE,
+                        LIMIT, STRONG, PACKED,
+                    )  # fmt: skip
+    else:
+        of_chunk(
+            p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq, p_dk,
+            p_dgate, p_dv, p_dbeta, p_flag, i_program // (NV * H), (i_program // NV) % H, i_v, CALL, BK, BV, LEVELS,
+            FINE, LIMIT, STRONG, PACKED,
+        )  # fmt: skip

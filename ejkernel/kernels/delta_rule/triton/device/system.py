@@ -53,12 +53,13 @@ def solve(
     p_weight,
     CALL: tl.constexpr,
     BK: tl.constexpr,
+    EACH: tl.constexpr,
     KEEP: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
 
-    KEEP stores the inverse transposed too.
+    KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
@@ -68,13 +69,13 @@ def solve(
     DECAY: tl.constexpr = CALL.decay
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
+    WHOLE: tl.constexpr = CALL.whole
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
     i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = i_program // H
+    i_first_head = i_program % (H // EACH) * EACH
+    i_block = i_program // (H // EACH)
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_program.to(tl.int64)
     i_row = i_c * C
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
@@ -83,30 +84,32 @@ def solve(
         o_t = -o_r
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
-    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_beta = writing(b_beta)
-    p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
-    tl.store(p_row, b_beta)
-    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
-    # selected before anything multiplies them: a pair that nobody reads may have overflowed
-    b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
-    if DECAY == "head":
-        # the first gate is in the state that the sequence begins with
-        m_gate = m_read & (i_row + o_r > 0)
-        b_whole, b_part = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
-        b_since, b_until = decays(b_whole, b_part, o_r, C)
-        tl.store(p_row + C, b_since)
-        tl.store(p_row + 2 * C, b_until)
-        if KEEP:
-            tl.store(p_row + 3 * C, b_whole)
-            tl.store(p_row + 4 * C, b_part)
-        b_below = b_below * pair_decays(b_whole, b_part, o_r)
-    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
-    # only now, for the sake of registers
-    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
-    b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
-    if DECAY == "head":
-        b_score = b_score * pair_decays(b_whole, b_part, o_r)
-    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+    # the first gate is in the state that the sequence begins with
+    m_gate = m_read & (i_row + o_r > 0)
+    for i_each in range(0, EACH):
+        i_h = i_first_head + i_each
+        i_chunk = i_block.to(tl.int64) * H + i_h
+        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
+        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+        b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+        b_beta = writing(b_beta)
+        p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+        tl.store(p_row, b_beta)
+        # selected before anything multiplies them: a pair that nobody reads may have overflowed
+        b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
+        if DECAY == "head":
+            b_whole, b_part = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
+            b_since, b_until = decays(b_whole, b_part, o_r, C)
+            tl.store(p_row + C, b_since)
+            tl.store(p_row + 2 * C, b_until)
+            if KEEP:
+                tl.store(p_row + 3 * C, b_whole)
+                tl.store(p_row + 4 * C, b_part)
+            b_below = b_below * pair_decays(b_whole, b_part, o_r)
+        b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+        b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
+        if DECAY == "head":
+            b_score = b_score * pair_decays(b_whole, b_part, o_r)
+        store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LARGEST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import (
+    CHUNKS,
+    SEGMENTS,
+    blocks_before,
+    load_columns,
+    load_rows,
+    locate,
+    token_of,
+)
 from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
@@ -17,6 +25,17 @@ from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 @triton.jit
 def load_pairs(p_pair, i_chunk, o_r, C: tl.constexpr):
     return tl.load(p_pair + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :])
+
+
+@triton.jit
+def short_of(b_v, b_met, b_unit, PLAIN: tl.constexpr):
+    """What a state lacks of the values. Only what a dot takes is fetched ahead of its chunk, so 16 bit go through one."""
+    if PLAIN or b_v.dtype == tl.float32:
+        b = b_v.to(tl.float32) - b_met
+    else:
+        # the sum keeps the values in registers, which takes one buffer less
+        b = tl.dot(b_v + 0.0, b_unit, acc=-b_met)
+    return b
 
 
 @triton.jit
@@ -103,6 +122,7 @@ def forward(
         if TIME == "segments":
             p_tile = p_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_state += tl.load(p_tile, mask=m_start, other=0.0)
+    b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p_v.dtype.element_ty)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         i_row = i_c * C
@@ -113,7 +133,7 @@ def forward(
         b_write = b_k
         if DECAY == "key":
             b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
+        b_v = load_columns(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
         b_inverse = load_pairs(p_inverse, i_chunk, o_r, C)
         if not EFFECTS:
             b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
@@ -130,7 +150,7 @@ def forward(
                 b_out = b_out * b_since
             b_state = b_state * tl.load(p_row + 2 * C - 1)
         b_beta = tl.load(p_row + o_r)[None, :]
-        b_error = (tl.trans(b_v).to(tl.float32) - b_met) * b_beta
+        b_error = short_of(b_v, b_met, b_unit, EFFECTS) * b_beta
         if not EFFECTS:
             b_asked = tl.where(b_beta == LEAST_BETA, 0.0, b_error)
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
@@ -141,21 +161,23 @@ def forward(
         if DECAY == "key":
             b_state = b_state * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
+        # always so; the compiler asks for the next chunk's rows before it comes to what is conditional
         if not EFFECTS:
-            i_rows = (i_token * H + i_h) * V
-            o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-            m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
-            b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
-            if WHOLE and not PAD_V:
-                tl.store(p_out + i_rows + o_rows, b_rows)
-            else:
-                tl.store(p_out + i_rows + o_rows, b_rows, mask=m_rows)
-        if KEEP:
-            if WHOLE and not PAD_V:
-                tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)))
-            else:
-                tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
-            tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+            if i_c < n_chunks:
+                i_rows = (i_token * H + i_h) * V
+                o_rows = o_t[:, None] * (H * V) + o_v[None, :]
+                m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
+                b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
+                if WHOLE and not PAD_V:
+                    tl.store(p_out + i_rows + o_rows, b_rows)
+                else:
+                    tl.store(p_out + i_rows + o_rows, b_rows, mask=m_rows)
+                if KEEP:
+                    if WHOLE and not PAD_V:
+                        tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)))
+                    else:
+                        tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
+                    tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
         i_here = i_block.to(tl.int64) * H + i_h
         if i_part < NV:
@@ -255,14 +277,12 @@ def backward(
         b_write = b_k
         if DECAY == "key":
             b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_do = tl.trans(load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE))
+        b_do = load_columns(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
         b_read = load_pairs(p_read, i_chunk, o_r, C)
         b_inverse = load_pairs(p_transposed, i_chunk, o_r, C)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
         p_row = p_weight + i_chunk * (WEIGHTS * C)
         b_seen = b_dstate.to(b_k.dtype)
-        if not EFFECTS:
-            tl.store(p_dstates + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
         b_query = b_do.to(tl.float32) * SCALE
         b_beta = tl.load(p_row + o_r)[None, :]
@@ -279,13 +299,17 @@ def backward(
         b_dr = tl.dot(nearest(b_du, SOLVE), tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
         if not EFFECTS:
-            b_dr = tl.trans(b_dr.to(b_k.dtype))
-            i_rows = (i_token * H + i_h) * V
-            o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-            if WHOLE and not PAD_V:
-                tl.store(p_dr + i_rows + o_rows, b_dr)
-            else:
-                tl.store(p_dr + i_rows + o_rows, b_dr, mask=(i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V))
+            # always so, as in `forward`
+            if i_c < n_chunks:
+                b_rows = tl.trans(b_dr.to(b_k.dtype))
+                i_rows = (i_token * H + i_h) * V
+                o_rows = o_t[:, None] * (H * V) + o_v[None, :]
+                m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
+                if WHOLE and not PAD_V:
+                    tl.store(p_dr + i_rows + o_rows, b_rows)
+                else:
+                    tl.store(p_dr + i_rows + o_rows, b_rows, mask=m_rows)
+                tl.store(p_dstates + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
         p_tile = p_dstart + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         tl.store(p_tile, b_dstate, mask=m_state)
