@@ -73,7 +73,8 @@ def _walk(
     cut: dict[str, Any] = {"BK": min(tile.block, padded(call.key_dim)), **launcher.gates()}
     each = 1
     if not keyed:
-        tile, each = config.system, launcher.heads_a_program()
+        # what is kept takes the registers
+        tile, each = config.system, 1 if keep else launcher.heads_a_program()
         cut = {"BK": padded(call.key_dim), "EACH": each}
     reads, inverse, transposed, weights, *folds = launcher.launch(
         kernel,

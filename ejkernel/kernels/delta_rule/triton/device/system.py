@@ -94,7 +94,6 @@ def solve(
         b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
         b_beta = writing(b_beta)
         p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
-        tl.store(p_row, b_beta)
         # selected before anything multiplies them: a pair that nobody reads may have overflowed
         b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
@@ -108,6 +107,8 @@ def solve(
                 tl.store(p_row + 4 * C, b_part)
             b_below = b_below * pair_decays(b_whole, b_part, o_r)
         b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+        # only now that it has come for sure
+        tl.store(p_row, b_beta)
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
         if DECAY == "head":

@@ -152,12 +152,17 @@ def forward(
         b_beta = tl.load(p_row + o_r)[None, :]
         b_error = short_of(b_v, b_met, b_unit, EFFECTS) * b_beta
         if not EFFECTS:
-            b_asked = tl.where(b_beta == LEAST_BETA, 0.0, b_error)
+            m_idle = b_beta == LEAST_BETA
+            if DECAY == "head":
+                # no decay is below 0: what a dot's operand hangs on is fetched ahead of its chunk, as decays are to be
+                m_idle = m_idle | (b_since < 0.0)
+            b_asked = tl.where(m_idle, 0.0, b_error)
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
         b_u = tl.dot(nearest(b_error, SOLVE), tl.trans(b_inverse), input_precision=SOLVE)
-        b_put = tl.where(b_beta == LEAST_BETA, 0.0, b_u)
+        b_weight = tl.where(b_beta == LEAST_BETA, 0.0, 1.0)
         if DECAY == "head":
-            b_put = b_put * tl.load(p_row + 2 * C + o_r)[None, :]
+            b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
+        b_put = b_u * b_weight
         if DECAY == "key":
             b_state = b_state * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
