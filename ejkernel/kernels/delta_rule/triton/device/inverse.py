@@ -68,3 +68,9 @@ def inverse(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
         b_corner = product(b_corner, b_found, PRECISION)
         b_found -= product(b_found, b_corner, PRECISION)
     return b_found
+
+
+@triton.jit
+def in_order_of_operands(b, R: tl.constexpr, C: tl.constexpr):
+    """Columns 0 2 4 6 1 3 5 7 of each eight: so threads have a dot's result in the order that one of TF32 takes it."""
+    return tl.reshape(tl.permute(tl.reshape(b, [R, C // 8, 4, 2]), [0, 1, 3, 2]), [R, C])

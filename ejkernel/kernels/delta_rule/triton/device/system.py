@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, decays, pair_decays, sum_gates, writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product
+from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -25,13 +25,16 @@ def store_system(
     INVERT: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
-    """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed."""
+    """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed.
+
+    The inverse, and its transpose, have their columns in the order of operands.
+    """
     i_pair = i_chunk * (C * C)
     o_pair = o_r[:, None] * C + o_r[None, :]
     b_nearest = nearest(b_inverse, SOLVE)
-    tl.store(p_inverse + i_pair + o_pair, b_nearest)
+    tl.store(p_inverse + i_pair + o_pair, in_order_of_operands(b_nearest, C, C))
     if KEEP:
-        tl.store(p_transposed + i_pair + o_pair, tl.trans(b_nearest))
+        tl.store(p_transposed + i_pair + o_pair, in_order_of_operands(tl.trans(b_nearest), C, C))
     # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
     b_read = product(b_score, b_inverse, INVERT)
     tl.store(p_read + i_pair + o_pair, b_read.to(p_read.dtype.element_ty))

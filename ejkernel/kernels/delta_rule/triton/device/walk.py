@@ -19,6 +19,7 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
 )
 from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
+from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -158,7 +159,8 @@ def forward(
                 m_idle = m_idle | (b_since < 0.0)
             b_asked = tl.where(m_idle, 0.0, b_error)
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
-        b_u = tl.dot(nearest(b_error, SOLVE), tl.trans(b_inverse), input_precision=SOLVE)
+        b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
+        b_u = tl.dot(b_ordered, tl.trans(b_inverse), input_precision=SOLVE)
         b_weight = tl.where(b_beta == LEAST_BETA, 0.0, 1.0)
         if DECAY == "head":
             b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
@@ -301,7 +303,8 @@ def backward(
             b_dstate = b_dstate * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
-        b_dr = tl.dot(nearest(b_du, SOLVE), tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
+        b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
+        b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
         if not EFFECTS:
             # always so, as in `forward`
