@@ -5,10 +5,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from delta_rule_cases import CASES, SHARED, Case
 from triton_delta_rule_cases import answers, assert_matches, inputs, on_triton, with_gradients
 
+import ejkernel
 from ejkernel.kernels import _launch
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
@@ -82,6 +84,15 @@ def test_chunks_of_full_size(monkeypatch, per_key):
     monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
     case = Case("large", tokens=75, keys="nearly equal", state="each", key_dim=32, value_dim=32, **ONE)
     check(replace(case, gate="strong" if per_key else "tiny", per_key=per_key))
+
+
+def test_without_gradients():
+    """Nothing is kept, and a program takes two heads."""
+    case = Case("two heads", tokens=20, gate="ordinary", state="each", **{**ONE, "heads": 2, "own_heads": (1, 2, 2)})
+    arrays = inputs(case, "float32")
+    found = dict(zip(("output", "final state"), getattr(ejkernel, case.op)(**arrays, **case.options), strict=True))
+    expected = dict(zip(found, oracle.delta_rule(**arrays, **case.options)[:2], strict=True))
+    assert_matches(found, expected, TOLERANCE["float32"])
 
 
 SEGMENTED = [

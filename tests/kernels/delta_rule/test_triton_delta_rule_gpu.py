@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from delta_rule_cases import CASES, SHARED, Case
 from triton_delta_rule_cases import answers, assert_matches, inputs, with_gradients
@@ -32,6 +33,10 @@ def check(case, dtype="bfloat16", seed=0):
     found, cotangents = with_gradients(case, arrays, platform="triton")
     expected = answers(case, arrays, cotangents)
     assert_matches(found, expected, TOLERANCE[dtype])
+    assert_as_good_as_rounded(case, dtype, found, expected)
+
+
+def assert_as_good_as_rounded(case, dtype, found, expected):
     if dtype != "float32":
         # beside the answer's own rounding, that of states, of what they are short of, and of what reads both; with key
         # gates of folded query and key too: five equal errors, which make √5 of one
@@ -63,6 +68,28 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: x["name"])
 def test_contract(shape, base):
     check(replace(base, **{**shape, "name": base.name}))
+
+
+@pytest.mark.parametrize("base", [NONE, HEAD, KEY], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"name": "whole-chunks", "tokens": 320, "heads": 8, "own_heads": (8, 8, 8), "batch": 1},
+        {"name": "packed-shared", **UNEVEN, "heads": 4, "own_heads": SHARED["own_heads"]},
+        {"name": "odd-dims", "key_dim": 72, "value_dim": 40, "options": {"reverse": True}},
+        {"name": "segments-alike", "batch": 1, "tokens": 900, "keys": "nearly equal"},
+    ],
+    ids=lambda x: x["name"],
+)
+def test_without_gradients(shape, base):
+    """Nothing is kept, which other tiles are for, and programs that take several heads."""
+    case = replace(base, **{**shape, "name": base.name})
+    arrays = inputs(case, "bfloat16")
+    output, final = getattr(ejkernel, case.op)(**arrays, **case.options, platform="triton")
+    found = {"output": output, "final state": final}
+    expected = dict(zip(found, oracle.delta_rule(**arrays, **case.options)[:2], strict=True))
+    assert_matches(found, expected, TOLERANCE["bfloat16"])
+    assert_as_good_as_rounded(case, "bfloat16", found, expected)
 
 
 @pytest.mark.parametrize("base", [HEAD, KEY], ids=str)

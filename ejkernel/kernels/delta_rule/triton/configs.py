@@ -54,8 +54,8 @@ _HALF = {  # bfloat16, by the padded key dim
         128: Config(
             64,
             *_BF16,
-            _FURTHER,
-            4,
+            _AHEAD,
+            8,
             _THIN_AHEAD,
             _LARGE_AHEAD,
             _LARGE_FURTHER,

@@ -20,6 +20,7 @@ from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
+    "decays": "ejkernel.kernels.delta_rule.triton.device.decays",
     "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
     "key_gates": "ejkernel.kernels.delta_rule.triton.device.key_gates",
     "key_gradients": "ejkernel.kernels.delta_rule.triton.device.key_gradients",
@@ -125,7 +126,7 @@ class Launcher:
 
     def heads_a_program(self) -> int:
         """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
-        return next(number for number in (self.config.heads, 2, 1) if self.call.heads % number == 0)
+        return next(number for number in (self.config.heads, 4, 2, 1) if self.call.heads % number == 0)
 
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of every token and head."""

@@ -69,21 +69,21 @@ def _walk(
     keyed = call.decay == "key"
     hat = launcher.rows(call.key_dim, dtype) if keyed else None
     total = launcher.chunked(call.key_dim) if keyed else None
-    kernel, tile = device("key_gates").solve_keyed if keyed else device("system").solve, config.gated
+    kernel, tile, each = device("key_gates").solve_keyed, config.gated, 1
     cut: dict[str, Any] = {"BK": min(tile.block, padded(call.key_dim)), **launcher.gates()}
-    each = 1
     if not keyed:
         # what is kept takes the registers
-        tile, each = config.system, 1 if keep else launcher.heads_a_program()
+        kernel, tile, each = device("system").solve, config.system, 1 if keep else launcher.heads_a_program()
         cut = {"BK": padded(call.key_dim), "EACH": each}
-    reads, inverse, transposed, weights, *folds = launcher.launch(
+    weights = _weigh(launcher, beta, log_decay) if call.decay == "head" else None
+    reads, inverse, transposed, weighed, *folds = launcher.launch(
         kernel,
-        *(query, key, beta, log_decay),
+        *(query, key, beta, log_decay if keyed else weights),
         outputs=[
             launcher.chunked(chunk, chunk, dtype=dtype),
             launcher.chunked(chunk, chunk),
             launcher.chunked(chunk, chunk) if keep else None,
-            launcher.chunked(WEIGHTS, chunk),
+            launcher.chunked(WEIGHTS, chunk) if weights is None else None,
             *([hat, hat, hat, total] if keyed else []),
         ],
         programs=launcher.blocks(chunk) * call.heads // each,
@@ -92,6 +92,7 @@ def _walk(
         KEEP=keep,
         **cut,
     )
+    weights = weighed if weights is None else weights
     folded = Folded(*folds) if keyed else Folded(query, key)
     walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total
     time, transitions = "whole", None
@@ -124,6 +125,22 @@ def _walk(
     if not keep:
         return output, last, None
     return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states, transitions)
+
+
+def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> jax.Array:
+    """Of a chunk's rows, as device code's `WEIGHTS` lists them, where heads have gates."""
+    heads, chunk = launcher.call.heads, launcher.config.chunk
+    block = min(16, padded(heads))
+    (found,) = launcher.launch(
+        device("decays").weigh,
+        *(beta, log_decay),
+        outputs=[launcher.chunked(WEIGHTS, chunk)],
+        programs=launcher.blocks(chunk) * cdiv(heads, block),
+        tile=Tile(block, 4, 1),
+        length=chunk,
+        BH=block,
+    )
+    return found
 
 
 def _scan_segments(

@@ -6,40 +6,77 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
+from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of
 
 # no state that a token could be short of is so large that this part of it is not lost in rounding
 LEAST_BETA = tl.constexpr(2.0**-60)
-# numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates as by `sum_gates`
+# numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates, whole bits and rest
 WEIGHTS = tl.constexpr(5)
 
 
 @triton.jit
-def sum_gates(p_gate, i_token, i_h, o_t, m_gate, H: tl.constexpr):
-    """Sums of a chunk's gates to each row, in bits, whole ones and the rest apart: no gate costs others digits."""
-    b_gate = in_bits(tl.load(p_gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32))
-    b_whole = tl.floor(b_gate + 0.5)
-    return tl.cumsum(b_whole, 0), tl.cumsum(b_gate - b_whole, 0)
-
-
-@triton.jit
-def decays(b_whole, b_part, o_r, C: tl.constexpr):
-    """From the chunk's start to each row, and from there to its end; finite, since 0 times infinity is no number."""
-    m_end = o_r == C - 1
-    b_whole_end = tl.sum(tl.where(m_end, b_whole, 0.0), 0)
-    b_part_end = tl.sum(tl.where(m_end, b_part, 0.0), 0)
-    b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
-    b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
-    return b_since, b_until
-
-
-@triton.jit
 def pair_decays(b_whole, b_part, o_r):
-    """From each column's row to each row that is not before it, 0 elsewhere: `[C, C]`."""
+    """From each column's row to each row that is not before it, something finite elsewhere: `[C, C]`."""
     b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
-    return tl.exp2(tl.where(o_r[:, None] >= o_r[None, :], tl.minimum(b_gap, MOST), float("-inf")))
+    return tl.exp2(tl.minimum(b_gap, MOST))
 
 
 @triton.jit
 def writing(b_beta):
     """Beta, or what nobody can tell from 0: what a token is short of is found again from what it adds."""
     return tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
+
+
+@triton.jit
+def weigh(
+    p_beta,
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_weight,
+    CALL: tl.constexpr,
+    BH: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
+
+    Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
+    times infinity is no number.
+    """
+    H: tl.constexpr = CALL.heads
+    C: tl.constexpr = CALL.chunk
+    FLIP: tl.constexpr = CALL.flip
+    i_program = tl.program_id(0)
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_block = i_program // NH
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_row = i_c * C
+    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    o_r = tl.arange(0, C)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    m_read = (o_h[:, None] < H) & (i_row + o_r < n_read)[None, :]
+    p_tile = (i_token + o_t)[None, :] * H + o_h[:, None]
+    b_beta = tl.load(p_beta + p_tile, mask=m_read, other=0.0).to(tl.float32)
+    # the first gate is in the state that the sequence begins with
+    m_gate = m_read & (i_row + o_r > 0)[None, :]
+    b_gate = in_bits(tl.load(p_gate + p_tile, mask=m_gate, other=0.0).to(tl.float32))
+    b_whole = tl.floor(b_gate + 0.5)
+    b_part = b_gate - b_whole
+    b_whole_end = tl.sum(b_whole, 1)[:, None]
+    b_part_end = tl.sum(b_part, 1)[:, None]
+    b_whole = tl.cumsum(b_whole, 1)
+    b_part = tl.cumsum(b_part, 1)
+    b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
+    b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
+    p_row = p_weight + (i_block.to(tl.int64) * H + o_h)[:, None] * (WEIGHTS * C) + o_r[None, :]
+    m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
+    tl.store(p_row, writing(b_beta), mask=m_head)
+    tl.store(p_row + C, b_since, mask=m_head)
+    tl.store(p_row + 2 * C, b_until, mask=m_head)
+    tl.store(p_row + 3 * C, b_whole, mask=m_head)
+    tl.store(p_row + 4 * C, b_part, mask=m_head)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, decays, pair_decays, sum_gates, writing
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
@@ -45,7 +45,7 @@ def solve(
     p_q,
     p_k,
     p_beta,
-    p_gate,
+    p_known,
     p_cu,
     p_owner,
     T,
@@ -61,6 +61,8 @@ def solve(
     PACKED: tl.constexpr,
 ):
     """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
+
+    With one gate a head weights are known, by `weigh`.
 
     KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
     """
@@ -87,33 +89,30 @@ def solve(
         o_t = -o_r
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
-    # the first gate is in the state that the sequence begins with
-    m_gate = m_read & (i_row + o_r > 0)
     for i_each in range(0, EACH):
         i_h = i_first_head + i_each
         i_chunk = i_block.to(tl.int64) * H + i_h
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
-        b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-        b_beta = writing(b_beta)
-        p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+        if DECAY == "head":
+            p_row = p_known + i_chunk * (WEIGHTS * C) + o_r
+            b_beta = tl.load(p_row)
+        else:
+            p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+            b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+            b_beta = writing(b_beta)
         # selected before anything multiplies them: a pair that nobody reads may have overflowed
         b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
         if DECAY == "head":
-            b_whole, b_part = sum_gates(p_gate, i_token, i_h, o_t, m_gate, H)
-            b_since, b_until = decays(b_whole, b_part, o_r, C)
-            tl.store(p_row + C, b_since)
-            tl.store(p_row + 2 * C, b_until)
-            if KEEP:
-                tl.store(p_row + 3 * C, b_whole)
-                tl.store(p_row + 4 * C, b_part)
-            b_below = b_below * pair_decays(b_whole, b_part, o_r)
+            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
+            b_below = b_below * b_pair
         b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
-        # only now that it has come for sure
-        tl.store(p_row, b_beta)
+        if DECAY != "head":
+            # only now that it has come for sure
+            tl.store(p_row, b_beta)
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
         if DECAY == "head":
-            b_score = b_score * pair_decays(b_whole, b_part, o_r)
+            b_score = b_score * b_pair
         store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)

@@ -30,7 +30,10 @@ def load_pairs(p_pair, i_chunk, o_r, C: tl.constexpr):
 
 @triton.jit
 def short_of(b_v, b_met, b_unit, PLAIN: tl.constexpr):
-    """What a state lacks of the values. Only what a dot takes is fetched ahead of its chunk, so 16 bit go through one."""
+    """What a state lacks of the values.
+
+    Only what a dot takes is fetched ahead of its chunk, so 16 bit go through one; segments' walks have no room for it.
+    """
     if PLAIN or b_v.dtype == tl.float32:
         b = b_v.to(tl.float32) - b_met
     else:
