@@ -22,7 +22,8 @@ class Phases:
     """Inputs are the arrays that a `Call` lists, up to the initial state; what is `kept` is for the way back.
 
     Attributes:
-        begin: `begin(call, inputs, cu_seqlens)`: a memory for `finish`, and the final states from zeros.
+        begin: `begin(call, inputs, cu_seqlens)`: a memory for `finish`, and what the tokens do to states: those that
+            they add `[N, H, K, V]`, or for the delta rule matrices and these `[N, H, K, K + V]`.
         finish: `finish(call, inputs, cu_seqlens, memory, start)`: the output, and what is kept.
         begin_back: `begin_back(call, inputs, cu_seqlens, start, kept, d_output)`: a memory for `finish_back`, and what
             the output alone gives of the cotangent of `start`.

@@ -1,10 +1,8 @@
 """The delta rule with its tokens spread over a mesh axis.
 
-A slice of the tokens multiplies a state by a matrix `[K, K]`: what it makes of the unit matrix if all values are 0. So
-one call finds both this and the state that is added, from states `[I, 0]` with values `[0, v]`.
+A slice of the tokens multiplies a state by a matrix `[K, K]`.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ from jax import lax
 from ejkernel import _checks
 from ejkernel._dispatch import Implementation
 from ejkernel.delta_rule import bind
+from ejkernel.kernels import _phases
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.parallel import _tokens
@@ -107,13 +106,9 @@ def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
 
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
-) -> tuple[None, jax.Array, jax.Array]:
-    query, key, value, *gates = inputs
-    N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
-    wide = replace(call, value_dim=K + V)
-    values = jnp.concatenate([jnp.zeros((*value.shape[:-1], K), value.dtype), value], -1)
-    unit = jnp.broadcast_to(jnp.eye(K, K + V, dtype=call.state_dtype), (N, H, K, K + V))
-    return None, *_parts(implementation.run(wide, query, key, values, *gates, unit, cu_seqlens)[1])
+) -> tuple[Any, jax.Array, jax.Array]:
+    memory, effect = _phases.of(implementation).begin(call, inputs, cu_seqlens)
+    return memory, *_parts(effect)
 
 
 def _pack(matrix: jax.Array, added: jax.Array) -> jax.Array:

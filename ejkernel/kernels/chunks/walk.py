@@ -222,7 +222,7 @@ def returning_of(
 
 def pass_all(
     call: Call,
-    mathematics: Mathematics,
+    advance: Callable[..., tuple[jax.Array, Any]],
     passing: Any,
     where: Chunks,
     starts: jax.Array,
@@ -230,10 +230,11 @@ def pass_all(
 ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
     """The states that sequences end with, and what chunks meet `[chunks, rows, H, K, V]` and find on the way.
 
-    Sequences are entered with `starts [N, H, K, V]`; `back` they are cotangents, on their way to the starts.
+    `advance(passing, state, einsum)`, which may be a recurrence's `end`, takes them through a chunk. Sequences are
+    entered with `starts [N, H, K, V]`; `back` at their ends, on the way to their starts.
     """
-    together = layout.together_backwards(call) if back else layout.together(call)
-    advance = functools.partial(mathematics.mirror if back else mathematics.end, einsum=einsum_of(call))
+    together = len(where.start) // len(jax.tree.leaves(passing)[0])
+    advance = functools.partial(advance, einsum=einsum_of(call))
 
     def visit(states: States, step: tuple[Chunks, Any]) -> tuple[States, Any]:
         return _pass(call, states, step[0], starts, advance, step[1], back)

@@ -107,6 +107,20 @@ def mirror(passing: Returning, d_state: jax.Array, einsum: Einsum) -> tuple[jax.
     return passing.kept * d_state + passing.read - einsum("...tk,...tv->...kv", passing.recalled, dr), dr
 
 
+def compose(passing: Passing, later: jax.Array, einsum: Einsum) -> tuple[jax.Array, None]:
+    """What the chunk and those after it do to a state, from what `later` ones do: `[B, H, K + V, K]`, transposed.
+
+    The rows are of the matrix that a state is multiplied by, then of the state that is added. In this direction, the
+    latter costs no more than a product with the values.
+    """
+    K = passing.recalled.shape[-1]
+    du = einsum("...tk,...kj->...tj", passing.written, later[..., :K, :])
+    dr = einsum("...ts,...tj->...sj", passing.solution, du)
+    read = jnp.concatenate([-passing.recalled, passing.value], -1)
+    kept = jnp.concatenate([passing.kept * later[..., :K, :], later[..., K:, :]], -2)
+    return kept + einsum("...tk,...tj->...kj", read, dr), None
+
+
 def output(effect: Effect, state: jax.Array, u: jax.Array, einsum: Einsum) -> jax.Array:
     """What the chunk's tokens read, unscaled."""
     read = einsum("...tk,...kv->...tv", effect.query, state)

@@ -38,7 +38,7 @@ def initial_states(call: Call, inputs: Inputs) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
 
 
-def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
+def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
     """The states that sequences are entered with, if there are initial ones."""
     if inputs.initial_state is None:
         return None
@@ -46,7 +46,7 @@ def _entering(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.A
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, gates))
 
 
-def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
     """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
     q, k, v, beta = (walk.cut(call, step, x) for x in (*inputs[:3], inputs.beta[..., None]))
     a = inputs.log_decay
@@ -57,9 +57,9 @@ def _chunk(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
 
 
 def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
-    starts = _entering(call, inputs, cu_seqlens)
+    starts = entering_states(call, inputs, cu_seqlens)
     first = initial_states(call, inputs._replace(initial_state=starts))
-    chunk = functools.partial(_chunk, call, inputs)
+    chunk = functools.partial(chunk_of, call, inputs)
     return walk.forward(call, one_chunk, chunk, starts, first, cu_seqlens, keep_states)
 
 
@@ -88,6 +88,13 @@ def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[
 
 def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
     inputs, cu_seqlens, met = residuals
+    return gradients(call, inputs, cu_seqlens, met, cotangents), None
+
+
+def gradients(
+    call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, met: jax.Array, cotangents: Results, back: Any = None
+) -> Inputs:
+    """Cotangents of the inputs, where chunks have `met` these states; `back` is as in `walk.backward`."""
     d_output, d_final = cotangents
     d_final = _varying.like(d_final.astype(call.state_dtype), inputs.query)
     tokens = inputs._replace(initial_state=None)
@@ -98,19 +105,21 @@ def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, 
         of_tokens = Inputs(*grads[:4], d_decay, None)
         return jax.tree.map(functools.partial(walk.heads_last, call), tokens, of_tokens)
 
-    chunk, stateful = functools.partial(_chunk, call, inputs), inputs.initial_state is not None
-    pieces, d_entering = walk.backward(call, one_chunk, chunk, give, met, cu_seqlens, (d_output, d_final), stateful)
+    chunk, stateful = functools.partial(chunk_of, call, inputs), inputs.initial_state is not None
+    pieces, d_entering = walk.backward(
+        call, one_chunk, chunk, give, met, cu_seqlens, (d_output, d_final), stateful, back
+    )
     where = layout.chunks(call, cu_seqlens)
     grads = jax.tree.map(functools.partial(layout.put_together, call, where, cu_seqlens), pieces)
     if stateful:
 
         def entering(decay: jax.Array | None, state: jax.Array) -> jax.Array | None:
-            return _entering(call, inputs._replace(log_decay=decay, initial_state=state), cu_seqlens)
+            return entering_states(call, inputs._replace(log_decay=decay, initial_state=state), cu_seqlens)
 
         d_decay, d_state = jax.vjp(entering, inputs.log_decay, inputs.initial_state)[1](d_entering)
         d_decay = jax.tree.map(jnp.add, d_decay, grads.log_decay)
         grads = grads._replace(log_decay=d_decay, initial_state=d_state)
-    return grads, None
+    return grads
 
 
 recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))

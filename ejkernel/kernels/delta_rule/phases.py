@@ -1,0 +1,29 @@
+"""The phases of an implementation that runs a call as a whole."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._phases import Phases, Run, of_whole
+from ejkernel.kernels.delta_rule.call import Call
+
+
+@cache
+def of_wide_states(run: Run) -> Phases:
+    """Those of `run`: what it makes of the unit matrix, if all values are 0, is what it multiplies a state by.
+
+    So one run finds both this and the state that is added, from states `[I, 0]` with values `[0, v]`.
+    """
+
+    def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:
+        query, key, value, *gates = inputs
+        N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
+        wide = replace(call, value_dim=K + V)
+        values = jnp.concatenate([jnp.zeros((*value.shape[:-1], K), value.dtype), value], -1)
+        unit = jnp.broadcast_to(jnp.eye(K, K + V, dtype=call.state_dtype), (N, H, K, K + V))
+        return None, run(wide, query, key, values, *gates, unit, cu_seqlens)[1]
+
+    return replace(of_whole(run), begin=begin)
