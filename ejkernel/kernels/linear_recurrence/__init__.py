@@ -3,11 +3,12 @@
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels.linear_recurrence import pallas, triton, xla
 from ejkernel.kernels.linear_recurrence.phases import of_walks
-from ejkernel.kernels.linear_recurrence.xla.phases import PHASES
+from ejkernel.kernels.linear_recurrence.triton import phases as triton_phases
+from ejkernel.kernels.linear_recurrence.xla import phases as xla_phases
 
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
     Implementation("pallas", ("tpu",), pallas.supports, pallas.run, of_walks(pallas.run), splits=False),
-    Implementation("triton", ("cuda",), triton.supports, triton.run, of_walks(triton.run)),
-    Implementation("xla", None, xla.supports, xla.run, PHASES),
+    Implementation("triton", ("cuda",), triton.supports, triton.run, triton_phases.PHASES),
+    Implementation("xla", None, xla.supports, xla.run, xla_phases.PHASES),
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
+from phased import in_phases
 from triton_cases import (
     BEYOND_FLOAT16,
     MIXES,
@@ -25,8 +26,8 @@ from triton_cases import (
 
 import ejkernel
 from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
-from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
@@ -117,6 +118,16 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case):
     check(case)
+
+
+IN_PHASES = ("key", "one-chunk", "packed-constant", "packed-key-resets-reverse", "bfloat16-head-packed")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in IN_PHASES], ids=str)
+def test_in_phases(case):
+    arrays, cotangents = make(case)
+    actual = results(in_phases(IMPLEMENTATIONS[1]), case.call, arrays, cotangents)
+    assert_matches(actual, oracle(case.call, arrays, cotangents), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("factors", BEYOND_FLOAT16, ids=str)

@@ -1,6 +1,7 @@
 """The gated linear recurrence on NVIDIA GPUs, as Triton kernels."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,19 +44,24 @@ def run(
     cu_seqlens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
-    dtype = _common_dtype(call, query, key, value)
-    tokens = [each.astype(dtype) for each in (query, key, value)]
     decay: Decay = call.decay
     if value_log_decay is not None and decay != "key":
         # a head's decay is one of all its value dims
         value_log_decay = _of_value_dims(call, log_decay, value_log_decay, cu_seqlens)
         log_decay, decay = None, "none"
-    others = [_at_most_float32(each) for each in (log_decay, value_log_decay, initial_state)]
-    *tokens, by_key, by_value, state, borders = _varying.align((*tokens, *others, cu_seqlens))
+    others = log_decay, value_log_decay, initial_state, cu_seqlens
+    inner, (*tokens, by_key, by_value, state, borders) = served(replace(call, decay=decay), query, key, value, *others)
     folded = by_key if by_value is None else by_value if by_key is None else (by_key, by_value)
-    kernels, plan = _kernels(inner := replace(call, dtype=dtype, decay=decay))
+    kernels, plan = _kernels(inner)
     output, last = recurrence(kernels, inner, plan, *tokens, folded, state, borders)
     return output.astype(call.dtype), last
+
+
+def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
+    """A call and its arrays in dtypes that the kernels have."""
+    dtype = _common_dtype(call, query, key, value)
+    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(_at_most_float32, others)]
+    return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
 
 
 def _kernels(call: Call) -> tuple[Kernels, Plan]:

@@ -15,7 +15,7 @@ from ejkernel.kernels.linear_recurrence.triton.gates import (
 )
 from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv, padded
-from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk
+from ejkernel.kernels.linear_recurrence.triton.walks import Segments, scan, segments, starts, walk
 
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8
@@ -39,10 +39,56 @@ def has_few_tokens(call: Call) -> bool:
     return call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS)
 
 
+def begin(call: Call, plan: Plan, *arrays: Any) -> tuple[Any, Segments, jax.Array]:
+    """What needs no initial state: folded operands, what time segments do, and the states that all of them add."""
+    query, key, value, log_decay, cu_seqlens = arrays
+    launcher = Launcher.of(call, plan, cu_seqlens)
+    folded = _fold(launcher, query, key, log_decay, start=True)
+    own = segments(launcher, folded[1], value, folded[2], last=True)
+    return folded, own, scan(launcher, own, None, last=True)[1]
+
+
+def finish(
+    call: Call,
+    plan: Plan,
+    value: jax.Array,
+    start: jax.Array,
+    cu_seqlens: jax.Array | None,
+    folded: Any,
+    own: Segments,
+) -> tuple[jax.Array, Any]:
+    """The output, and what the backward can use again, from what `begin` has found."""
+    launcher = Launcher.of(call, plan, cu_seqlens)
+    query, key, gates = folded
+    first = starts(launcher, key, value, gates, start, own=own)
+    done = walk(launcher, "output", query, key, value, gates, first, tile=plan.config.output, dtype=call.dtype)
+    return done.output, (*folded, first)
+
+
+def begin_back(
+    call: Call, plan: Plan, cu_seqlens: jax.Array | None, prepared: Any, doutput: jax.Array
+) -> tuple[Segments, jax.Array]:
+    """What needs no cotangent of the final states: what time segments do, and what comes of the initial states'."""
+    launcher = Launcher.of(call, plan, cu_seqlens)
+    qhat, _, gates, _ = prepared
+    own = segments(launcher, qhat, doutput, gates, reverse=True, last=True)
+    return own, scan(launcher, own, None, reverse=True, last=True, last_scale=call.scale)[1]
+
+
 def backward(
-    wanted: bool, call: Call, plan: Plan, arrays: Any, prepared: Any, doutput: jax.Array, dlast: jax.Array | None
+    wanted: bool,
+    call: Call,
+    plan: Plan,
+    arrays: Any,
+    prepared: Any,
+    doutput: jax.Array,
+    dlast: jax.Array | None,
+    own: Segments | None = None,
 ) -> tuple[Any, ...]:
-    """Cotangents of query, key, value, log decay (zeros unless `wanted`) and initial state."""
+    """Cotangents of query, key, value, log decay (zeros unless `wanted`) and initial state.
+
+    `own` is what `begin_back` has found, if it was asked before.
+    """
     query, key, value, log_decay, initial_state, cu_seqlens = arrays
     launcher = Launcher.of(call, plan, cu_seqlens)
     qhat, khat, gates, first = prepared or _prepare(launcher, *arrays[:5])
@@ -51,7 +97,7 @@ def backward(
     wanted = wanted or is_key
     scale = 1.0 / call.scale
     tile = config.dots or config.gradient if wanted and not is_key else config.gradient
-    ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale)
+    ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale, own=own)
     start_scale = 1.0 if plan.segmented(call) else scale
     by_query, by_key, by_value = (_dtype_of_gradient(call, x) for x in (query, key, value))
     of_value = walk(
@@ -134,15 +180,19 @@ def _prepare(
     initial_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, Gates, jax.Array | None]:
     """Queries and keys with key gates folded in, the gates as walks read them, and the segments' first states."""
-    if launcher.call.decay == "key":
-        query, key, gates = fold_key_gates(launcher, query, key, log_decay, start=initial_state is not None)
-    elif launcher.call.decay == "constant" and launcher.whole:
-        gates = Gates(within=log_decay)
-    elif log_decay is not None:
-        gates = fold_head_gates(launcher, log_decay)
-    else:
-        gates = Gates()
+    query, key, gates = _fold(launcher, query, key, log_decay, start=initial_state is not None)
     return query, key, gates, starts(launcher, key, value, gates, initial_state)
+
+
+def _fold(
+    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool
+) -> tuple[jax.Array, jax.Array, Gates]:
+    """Queries and keys with key gates folded in, and the gates as walks read them."""
+    if launcher.call.decay == "key":
+        return fold_key_gates(launcher, query, key, log_decay, start=start)
+    if launcher.call.decay == "constant" and launcher.whole:
+        return query, key, Gates(within=log_decay)
+    return query, key, Gates() if log_decay is None else fold_head_gates(launcher, log_decay)
 
 
 def step(

@@ -13,6 +13,7 @@ from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, de
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv, padded
 
 Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
+Segments = tuple[jax.Array, jax.Array]  # states that time segments add `[segments, H, K, V]`, and their decays
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,58 @@ def walk(
     return Walked(output, *rest)
 
 
+def segments(
+    launcher: Launcher,
+    y: jax.Array,
+    z: jax.Array,
+    gates: Gates,
+    reverse: bool = False,
+    other: Gates | None = None,
+    last: bool = False,
+) -> Segments:
+    """What each time segment adds to a state, and its decay; those that sequences end with only if `last`."""
+    tile = launcher.config.output
+    own = walk(launcher, "segment", None, y, z, gates, None, tile=tile, reverse=reverse, other=other, last=last)
+    return own.last, own.borders
+
+
+def scan(
+    launcher: Launcher,
+    own: Segments,
+    state: jax.Array | None,
+    reverse: bool = False,
+    scale: float = 1.0,
+    last: bool = False,
+    last_scale: float = 1.0,
+) -> list[jax.Array]:
+    """The state at the start of each time segment and, if asked for, those that sequences end with."""
+    call = launcher.call
+    block, columns = min(32, padded(call.key_dim)), min(256, padded(call.value_dim))
+    return launcher.launch(
+        device("segments").scan_segments,
+        *(*own, state),
+        outputs=[
+            shape(*own[0].shape),
+            shape(call.sequences, call.heads, call.key_dim, call.value_dim) if last else None,
+        ],
+        programs=call.sequences * call.heads * cdiv(call.key_dim, block) * cdiv(call.value_dim, columns),
+        tile=Tile(block, 4, 2),
+        segment=True,
+        H=call.heads,
+        K=call.key_dim,
+        V=call.value_dim,
+        BK=block,
+        BV=columns,
+        DECAYS=own[1].shape[-1],
+        KEYED=call.decay == "key",
+        START=state is not None,
+        START_SCALE=float(scale),
+        LAST=last,
+        LAST_SCALE=float(last_scale),
+        REVERSE=reverse,
+    )
+
+
 def starts(
     launcher: Launcher,
     y: jax.Array,
@@ -186,29 +239,13 @@ def starts(
     reverse: bool = False,
     scale: float = 1.0,
     other: Gates | None = None,
+    own: Segments | None = None,
 ) -> jax.Array | None:
-    """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut."""
-    call = launcher.call
-    if not launcher.plan.segmented(call):
+    """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut.
+
+    `own` is what `segments` has found, if it was asked before.
+    """
+    if not launcher.plan.segmented(launcher.call):
         return state
-    own = walk(launcher, "segment", None, y, z, gates, None, tile=launcher.config.output, reverse=reverse, other=other)
-    block, columns = min(32, padded(call.key_dim)), min(256, padded(call.value_dim))
-    (found,) = launcher.launch(
-        device("segments").scan_segments,
-        *(own.last, own.borders, state),
-        outputs=[shape(*own.last.shape)],
-        programs=call.sequences * call.heads * cdiv(call.key_dim, block) * cdiv(call.value_dim, columns),
-        tile=Tile(block, 4, 2),
-        segment=True,
-        H=call.heads,
-        K=call.key_dim,
-        V=call.value_dim,
-        BK=block,
-        BV=columns,
-        DECAYS=own.borders.shape[-1],
-        KEYED=call.decay == "key",
-        START=state is not None,
-        START_SCALE=float(scale),
-        REVERSE=reverse,
-    )
-    return found
+    own = segments(launcher, y, z, gates, reverse, other) if own is None else own
+    return scan(launcher, own, state, reverse, scale)[0]

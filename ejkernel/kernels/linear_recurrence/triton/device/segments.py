@@ -18,6 +18,7 @@ def scan_segments(
     N,
     L,
     p_out,
+    p_last,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -27,10 +28,15 @@ def scan_segments(
     KEYED: tl.constexpr,
     START: tl.constexpr,
     START_SCALE: tl.constexpr,
+    LAST: tl.constexpr,
+    LAST_SCALE: tl.constexpr,
     PACKED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The state at the start of each time segment, from the segments' own states and whole decays."""
+    """The state at the start of each time segment, from the segments' own states and whole decays.
+
+    With LAST also those that sequences end with.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
@@ -54,8 +60,8 @@ def scan_segments(
         if REVERSE:
             i_j = n_segments - 1 - i_step
         i_here = (i_segment + i_j) * H + i_h
-        # the last segment's own state is of no use, and not there
-        m_own = i_step + 1 < n_segments
+        # the last segment's own state is there where it is of use
+        m_own = (i_step + 1 < n_segments) | LAST
         if (DECAYS == 1) and not KEYED:
             b_decay = tl.load(p_decay + i_here, mask=m_own, other=0.0)
         else:
@@ -67,3 +73,6 @@ def scan_segments(
         tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
         # a decay may be infinite
         b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own
+    if LAST:
+        p_tile = p_last + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        tl.store(p_tile, b_state * LAST_SCALE, mask=m_state)

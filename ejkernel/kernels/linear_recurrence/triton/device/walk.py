@@ -121,7 +121,7 @@ def walk(
     n_chunks = tl.cdiv(n_rows, C)
     i_from = i_j * (L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
-    if not OUTPUT:
+    if (not OUTPUT) and (not LAST):
         # nobody starts from where a sequence ends
         if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
             return
