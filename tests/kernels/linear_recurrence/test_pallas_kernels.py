@@ -14,6 +14,7 @@ import ejkernel
 from ejkernel.kernels import _pallas
 from ejkernel.kernels.linear_recurrence import pallas
 from ejkernel.kernels.linear_recurrence.pallas import plan
+from ejkernel.kernels.linear_recurrence.pallas.phases import PHASES
 
 BASE = Case("base", B=1, T=40, H=1, Hkv=1, K=64, V=64)
 UNEVEN = {"lengths": (7, 0, 11, 25, 1), "T": 50}
@@ -86,6 +87,30 @@ def test_packed(case):
     state = jnp.zeros_like(cotangents[1])
     expected = oracle(case.call, arrays, cotangents)
     assert_matches(run((*arrays[:5], state, arrays[6]), cotangents)[:6], expected[:6], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(BASE, name="key", H=2, shared=(2, 1, 2), reverse=True, **UNEVEN),
+        replace(BASE, name="head", decay="head", B=2, H=2, shared=(1, 2, 2), V=128, dtype="bfloat16"),
+        replace(BASE, name="constant", decay="constant", T=20),
+    ],
+    ids=str,
+)
+def test_states_alone(case):
+    @jax.jit
+    def run(arrays, d_output):
+        *inputs, state, borders = arrays
+        _, added = PHASES.begin(case.call, tuple(inputs), borders)
+        return added, PHASES.begin_back(case.call, tuple(inputs), borders, state, None, d_output)[1]
+
+    for kind in ("mild", "mixed" if case.decay == "constant" else "resets"):
+        arrays, (d_output, d_final) = make(replace(case, gate=kind))
+        nothing = (*arrays[:5], jnp.zeros_like(d_final), arrays[6])
+        wanted = oracle(case.call, nothing, (d_output, jnp.zeros_like(d_final)))
+        for found, expected in zip(run(nothing, d_output), (wanted[1], wanted[6]), strict=True):
+            assert_matches((found,), (expected,), TOLERANCE[case.dtype]["other"])
 
 
 def test_vmap_and_gates_left_alone():

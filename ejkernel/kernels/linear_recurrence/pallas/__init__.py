@@ -1,6 +1,7 @@
 """The gated linear recurrence on TPUs, as Pallas kernels."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +43,21 @@ def run(
     cu_seqlens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
+    inner, served_arrays = served(call, query, key, value, log_decay, initial_state, cu_seqlens)
+    output, last = recurrence(_KERNELS, inner, plan.sizes(inner, *served_arrays[:3]), *served_arrays)
+    return output.astype(call.dtype), last
+
+
+def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
+    """A call and its arrays in dtypes that the kernels have."""
     # a query that was scaled comes in float32; it may be rounded as its keys are
     half = call.dtype == key.dtype == value.dtype == jnp.bfloat16
     dtype = np.dtype(jnp.bfloat16 if half else np.float32)
-    tokens = [each.astype(dtype) for each in (query, key, value)]
-    gates, state = _served(log_decay), _served(initial_state)
-    served = _varying.align((*tokens, gates, state, cu_seqlens))
-    inner = replace(call, dtype=dtype)
-    output, last = recurrence(_KERNELS, inner, plan.sizes(inner, *served[:3]), *served)
-    return output.astype(call.dtype), last
+    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(_served, others)]
+    return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
 
 
 def _served(x: jax.Array | None) -> jax.Array | None:
     """`x` in a dtype that TPUs have."""
-    return x if x is None or x.dtype in _DTYPES else x.astype(np.float32)
+    served = x is None or x.dtype in _DTYPES or not jnp.issubdtype(x.dtype, jnp.floating)
+    return x if served else x.astype(np.float32)

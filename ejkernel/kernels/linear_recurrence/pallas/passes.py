@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _pallas
+from ejkernel.kernels import _pallas, _varying
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas import plan, step
@@ -18,7 +18,7 @@ def forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> tuple[Any, ..
     """Output and final states, and the states that visits meet, if they are kept and it is not one step."""
     keep = keep and not step.serves(call)
     B, T, H, K, V = call.batch, call.tokens, call.heads, call.key_dim, call.value_dim
-    results = [jax.ShapeDtypeStruct((B, T, H, V), call.dtype), jax.ShapeDtypeStruct((call.sequences, H, K, V), F32)]
+    results = [jax.ShapeDtypeStruct((B, T, H, V), call.dtype), _states(call)]
     if keep:
         results.append(jax.ShapeDtypeStruct((B, plan.number_of_visits(call, sizes), H, V, K), F32))
 
@@ -57,6 +57,50 @@ def backward(
     if inputs[3] is not None and not wanted:
         gradients[3] = jnp.zeros_like(inputs[3])
     return tuple(gradients)
+
+
+def added(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
+    """The final states from zeros; arrays are key, value, log decay and borders."""
+
+    def run(key: Any, value: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
+        wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), call.reverse))
+        wiring.read_tokens("key", key)
+        wiring.read_tokens("value", value)
+        if log_decay is not None:
+            wiring.read_gates(log_decay)
+        wiring.write_states("final", F32)
+        return [*wiring.run("added", {"states": (2, sizes.heads, call.value_dim, call.key_dim)}).values()]
+
+    def instead(key: Any, value: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
+        return [xla.run(call, key, key, value, log_decay, None, None, cu_seqlens)[1]]
+
+    return _launch(run, instead, [_states(call)], arrays)[0]
+
+
+def returned(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
+    """What the output alone gives of the initial states' cotangents, from query, its own, log decay and borders."""
+
+    def run(query: Any, d_output: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
+        wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), not call.reverse))
+        wiring.read_tokens("query", query)
+        wiring.read_tokens("d_output", d_output)
+        if log_decay is not None:
+            wiring.read_gates(log_decay)
+        wiring.write_states("d_initial", F32)
+        return [*wiring.run("returned", {"d_states": (2, sizes.heads, call.value_dim, call.key_dim)}).values()]
+
+    def instead(query: Any, d_output: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
+        def read(start: jax.Array) -> jax.Array:
+            return xla.run(call, query, query, d_output, log_decay, None, start, cu_seqlens)[0]
+
+        start = _varying.like(jnp.zeros(_states(call).shape, F32), query)
+        return [jax.vjp(read, start)[1](d_output)[0]]
+
+    return _launch(run, instead, [_states(call)], arrays)[0]
+
+
+def _states(call: Call) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((call.sequences, call.heads, call.key_dim, call.value_dim), F32)
 
 
 def _launch(run: Any, instead: Any, results: Any, arrays: Any) -> Any:

@@ -112,7 +112,7 @@ class Wiring:
         from jax.experimental.pallas import tpu as pltpu
 
         walk = importlib.import_module("ejkernel.kernels.linear_recurrence.pallas.device.walk")
-        like = self.inputs["query"]
+        like = next(iter(self.inputs.values()))
         names = (*self.inputs, *self.outputs, *scratch)
         results = pl.pallas_call(
             functools.partial(getattr(walk, kernel), self.sizes, names),
