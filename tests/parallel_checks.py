@@ -72,6 +72,45 @@ def values():
     module.RECURRENCE, _exchange.BYTES_OF_A_STEP = recurrence, OF_A_STEP
 
 
+def opaque(function):
+    """`function(call, *arrays)` as a kernel is to JAX, which cannot differentiate it."""
+
+    def run(call, *arrays):
+        hidden = jax.custom_jvp(partial(function, call))
+        hidden.defjvp(lambda *_: (_ for _ in ()).throw(AssertionError("differentiated")))
+        return hidden(*arrays)
+
+    return run
+
+
+def twice():
+    """Gradients of gradients, of what has kernels too."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    module = importlib.import_module("ejkernel.parallel.linear_attention")
+    recurrence = module.RECURRENCE
+    names = ("begin", "finish", "begin_back", "finish_back")
+    phases = replace(XLA.phases, **{name: opaque(getattr(XLA.phases, name)) for name in names})
+    arrays = Case("twice", tokens=16, gates={"g": "ordinary"}, state="each").arrays()
+
+    def size(arrays, **over):
+        op = partial(parallel.recurrent, **over) if over else ejkernel.recurrent
+
+        def loss(arrays):
+            output, final = op(**arrays)
+            return (output**3).sum() + (final**3).sum()
+
+        return sum((x**2).sum() for x in jax.tree.leaves(jax.grad(loss)(arrays)))
+
+    with jax.enable_x64(True):
+        expected = jax.jit(jax.grad(size))(arrays)
+        for implementations in ((XLA,), (replace(XLA, name="kernels", phases=phases), XLA)):
+            module.RECURRENCE = replace(recurrence, implementations=implementations)
+            found = jax.jit(jax.grad(partial(size, axis_name="time", mesh=mesh)))(arrays)
+            for name, x in expected.items():
+                assert_close(found[name], x, 1e-10, f"{len(implementations)}: {name}")
+    module.RECURRENCE = recurrence
+
+
 def tree():
     """Effects come to the same in a tree as one after the other, whatever the number of devices."""
     algebra = importlib.import_module("ejkernel.parallel.delta_rule").ALGEBRA
@@ -278,7 +317,7 @@ def layers():
 
 
 if __name__ == "__main__":
-    every = (values, tree, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
+    every = (values, twice, tree, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
     parts = {each.__name__: each for each in every}
     parts |= MESH_PARTS | RING_PARTS
     for part in sys.argv[1:]:

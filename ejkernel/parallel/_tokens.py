@@ -8,7 +8,7 @@ is the op's own, in two phases (`kernels._phases`) with the exchange between the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -139,6 +139,11 @@ class _Spread:
     axis: str
     devices: int
 
+    @property
+    def plain(self) -> bool:
+        """Whether no kernels are chosen, which JAX could not differentiate."""
+        return all(each == self.recurrence.implementations[-1] for _, each in self.chosen)
+
     def exchange(self, reverse: bool) -> Exchange:
         return Exchange(self.recurrence.algebra, self.axis, self.devices, reverse)
 
@@ -154,7 +159,7 @@ def _run(spread: _Spread, call: Any, *arrays: jax.Array | None) -> Result:
     if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
         shape = (call.batch, call.tokens, call.heads, call.value_dim)
         return _varying.like(jnp.zeros(shape, call.dtype), inputs[0]), _first(call, initial, others)
-    return _composed(spread, call, inputs, cu_seqlens, initial)
+    return _composed(spread, call, False, inputs, cu_seqlens, initial)[0]
 
 
 def _first(call: Any, initial: jax.Array | None, axes: frozenset[str]) -> jax.Array:
@@ -165,16 +170,10 @@ def _first(call: Any, initial: jax.Array | None, axes: frozenset[str]) -> jax.Ar
     return _varying.over(jnp.zeros(shape, call.state_dtype), axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _composed(
-    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
-) -> Result:
-    return _forward(spread, call, inputs, cu_seqlens, initial)[0]
-
-
-def _forward(
-    spread: _Spread, call: Any, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
+def _phased(
+    spread: _Spread, call: Any, keep: bool, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
 ) -> tuple[Result, Any]:
+    """Output and final states and, to `keep`, what the way back needs of what was found."""
     first = _first(call, initial, _varying.axes(inputs[0]) - {spread.axis})
 
     def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, first: jax.Array) -> Any:
@@ -185,11 +184,12 @@ def _forward(
 
     branches = {device: partial(run, each) for device, each in spread.chosen}
     (output, final, start, keeping), kept = _by_platform(branches, inputs, cu_seqlens, first)
-    return (output, final), (initial, inputs, cu_seqlens, start, keeping, kept)
+    return (output, final), (start, keeping, kept) if keep else None
 
 
-def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, None, Any]:
-    initial, *arrays, kept = residuals
+def _phased_back(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, Any]:
+    """Those of the inputs and of the initial states."""
+    inputs, cu_seqlens, initial, start, keeping, kept = residuals
     d_output, d_final = cotangents
     exchange = spread.exchange(not call.reverse)
     if not exchange.tracked:
@@ -206,14 +206,53 @@ def _backward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) ->
         return (phases.finish_back(*given, memory, (d_output, d_end)), d_initial), ()
 
     branches = {device: partial(run, i, each) for i, (device, each) in enumerate(spread.chosen)}
-    (d_inputs, d_initial), _ = _by_platform(branches, tuple(arrays), kept, d_output, d_final)
+    (d_inputs, d_initial), _ = _by_platform(branches, (inputs, cu_seqlens, start, keeping), kept, d_output, d_final)
     if not exchange.tracked:
         # and so does each one's initial state
         d_initial = jnp.where(lax.axis_index(spread.axis) == 0, d_initial, 0)
-    return d_inputs, None, None if initial is None else d_initial
+    return d_inputs, None if initial is None else d_initial
+
+
+_composed: Any = jax.custom_vjp(_phased, nondiff_argnums=(0, 1, 2))
+_cotangents: Any = jax.custom_vjp(_phased_back, nondiff_argnums=(0, 1))
+
+
+def _forward(spread: _Spread, call: Any, keep: bool, *arrays: Any) -> tuple[Any, Any]:
+    # what JAX can differentiate as it stands; of kernels, calling the differentiable function again has its rule
+    run = _phased if spread.plain else _composed
+    results, found = run(spread, call, True, *arrays)
+    return (results, found if keep else None), (*arrays, *found)
+
+
+def _backward(spread: _Spread, call: Any, keep: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, Any]:
+    del keep
+    run = _phased_back if spread.plain else _cotangents
+    d_inputs, d_initial = run(spread, call, residuals, cotangents[0])
+    return d_inputs, None, d_initial
+
+
+def _cotangents_forward(spread: _Spread, call: Any, residuals: Any, cotangents: Result) -> tuple[Any, Any]:
+    return _cotangents(spread, call, residuals, cotangents), (*residuals[:3], cotangents)
+
+
+def _cotangents_backward(spread: _Spread, call: Any, saved: Any, cotangents: Any) -> tuple[Any, Result]:
+    """Second derivatives are rare, so they go through the implementation that is plain JAX."""
+    inputs, cu_seqlens, initial, d_results = saved
+    plain = replace(spread, chosen=(("default", spread.recurrence.implementations[-1]),))
+
+    def gradients(inputs: Any, initial: Any, d_results: Result) -> Any:
+        def run(inputs: Any, initial: Any) -> Result:
+            return _composed(plain, call, False, inputs, cu_seqlens, initial)[0]
+
+        return jax.vjp(run, inputs, initial)[1](d_results)
+
+    d_inputs, d_initial, dd_results = jax.vjp(gradients, inputs, initial, d_results)[1](cotangents)
+    # all that was kept is of these
+    return (d_inputs, None, d_initial, None, None, None), dd_results
 
 
 _composed.defvjp(_forward, _backward)
+_cotangents.defvjp(_cotangents_forward, _cotangents_backward)
 
 
 def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:

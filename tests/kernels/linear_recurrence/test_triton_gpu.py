@@ -11,6 +11,7 @@ import oracle as recurrence_oracle
 import pytest
 from conftest import assert_close
 from linear_attention_cases import CASES as FRONT_CASES
+from phased import in_phases
 from triton_cases import (
     BEYOND_FLOAT16,
     MIXES,
@@ -28,8 +29,8 @@ from triton_cases import (
 
 import ejkernel
 from ejkernel.kernels import _launch
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
-from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
@@ -55,13 +56,13 @@ BASE = Case("key", T=333, B=2, H=4, Hkv=4, K=128, V=128, scale=128**-0.5, dtype=
 UNEVEN = {"lengths": (1, 0, 130, 64, 63, 60), "T": 333}
 
 
-def check(case):
+def check(case, run=triton_gpu.run):
     arrays, cotangents = make(case)
     if case.decay == "head" and case.dtype == "bfloat16":
         # what the last tokens write is part of ⟨S, dS⟩ at the end, not of their gates' gradient: it cancels but for its
         # rounding: held to 1e-2 where dS is as large there as what the outputs bring a state
         cotangents = cotangents[0], cotangents[1] * case.scale
-    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    actual = results(run, case.call, arrays, cotangents)
     expected = oracle(case.call, arrays, cotangents)
     tolerance = TOLERANCE[case.dtype]
     if case.decay == "constant" and case.dtype == "bfloat16":
@@ -114,6 +115,13 @@ GATES = [
     ("key", "mild"),
     ("key", "resets"),
 ]
+
+
+@pytest.mark.parametrize("decay, gate", [("none", "mild"), ("constant", "mild"), ("head", "resets"), ("key", "resets")])
+@pytest.mark.parametrize("shape", [{"T": 1100, "B": 1}, {"reverse": True}, UNEVEN], ids=("segments", "whole", "packed"))
+def test_in_phases(decay, gate, shape):
+    """Time in segments, and not."""
+    check(replace(BASE, decay=decay, gate=gate, **shape), in_phases(IMPLEMENTATIONS[1]))
 
 
 @pytest.mark.parametrize("decay, gate", GATES)

@@ -59,5 +59,6 @@ def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *othe
 
 def _served(x: jax.Array | None) -> jax.Array | None:
     """`x` in a dtype that TPUs have."""
-    served = x is None or x.dtype in _DTYPES or not jnp.issubdtype(x.dtype, jnp.floating)
-    return x if served else x.astype(np.float32)
+    if x is None or x.dtype in _DTYPES or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(np.float32)

@@ -87,7 +87,7 @@ def returned(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
         if log_decay is not None:
             wiring.read_gates(log_decay)
         wiring.write_states("d_initial", F32)
-        return [*wiring.run("returned", {"d_states": (2, sizes.heads, call.value_dim, call.key_dim)}).values()]
+        return [*wiring.run("returned", {"states": (2, sizes.heads, call.value_dim, call.key_dim)}).values()]
 
     def instead(query: Any, d_output: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
         def read(start: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The gated linear recurrence on TPUs in two phases each way, for states that are known late.
 
-The first is a walk for states alone, which reads two arrays and the gates: of the products of a forward walk it has one in
-four, of those of a backward walk one in ten.
+The first is a walk for states alone, which reads two arrays and the gates: of the products of a forward walk it has one
+in four, of those of a backward walk one in ten.
 """
 
 from dataclasses import replace

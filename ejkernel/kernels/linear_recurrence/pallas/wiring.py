@@ -111,11 +111,12 @@ class Wiring:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        walk = importlib.import_module("ejkernel.kernels.linear_recurrence.pallas.device.walk")
+        name = "states" if kernel in ("added", "returned") else "walk"
+        device = importlib.import_module(f"ejkernel.kernels.linear_recurrence.pallas.device.{name}")
         like = next(iter(self.inputs.values()))
         names = (*self.inputs, *self.outputs, *scratch)
         results = pl.pallas_call(
-            functools.partial(getattr(walk, kernel), self.sizes, names),
+            functools.partial(getattr(device, kernel), self.sizes, names),
             out_shape=[_varying.shape_like(x.shape, x.dtype, like) for x in self.outputs.values()],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,

@@ -60,10 +60,5 @@ def mirrored(chunk: Chunk, value: jax.Array, state: jax.Array, d_output: jax.Arr
         rows(d_output, seen),
         rows(value, met),
         sums(chunk.scores, d_output) + pairs(chunk.key, met),
-        returned(chunk, d_output, d_state),
+        _scaled(d_state, chunk.total) + _scaled(sums(d_output, chunk.query), chunk.entering),
     )
-
-
-def returned(chunk: Chunk, d_output: jax.Array, d_state: jax.Array) -> jax.Array:
-    """The cotangent of the state at the chunk's start, from that of the state at its end."""
-    return _scaled(d_state, chunk.total) + _scaled(sums(d_output, chunk.query), chunk.entering)

@@ -7,7 +7,7 @@ asks for itself and is done exactly if it has to be.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -119,15 +119,10 @@ def grown(x: jax.Array, log_decay: jax.Array | None) -> jax.Array:
 
 
 def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
-    """Output and final states, and the states that visits meet if there is a place for them.
-
-    Without a place for the output there are no queries, and what would meet them is left out by the compiler.
-    """
+    """Output and final states, and the states that visits meet if there is a place for them."""
     number = pl.program_id(2)
     item = Item.read(table, number, sizes)
     arrays = dict(zip(names, refs, strict=True))
-    if "query" not in arrays:
-        arrays["query"], sizes = arrays["key"], replace(sizes, query_heads=sizes.key_heads)
     walk = Walk(sizes, item, arrays)
     states, heads = arrays["states"], range(sizes.heads)
     old = number & 1  # one state is read while the other is written
@@ -143,7 +138,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
                     state = grown(state, walk.first_gates()[h : h + 1])
             states[old, h] = state
 
-    if sizes.masked and "output" in arrays:
+    if sizes.masked:
 
         @pl.when(item.fresh != 0)
         def _() -> None:
@@ -155,8 +150,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
 
     def visit(h: int, i: Any, chunk: chunks.Chunk, state: jax.Array) -> jax.Array:
         value = walk.rows_of("value", h, i)
-        if "output" in arrays:
-            walk.store("output", h, i, chunks.read(chunk, value, state))
+        walk.store("output", h, i, chunks.read(chunk, value, state))
         return chunks.written(chunk, value, state)
 
     by_key, strong = sizes.decay == "key", []
@@ -194,11 +188,6 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     def _() -> None:
         for h in heads:
             arrays["final"][0, h] = states[new, h].T
-
-
-def added(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
-    """Final states alone."""
-    forward(sizes, names, table, *refs)
 
 
 def as_needed(walk: Walk, head: int, i: Any, go_on: Callable[[Mild | Exact, jax.Array | None], None]) -> None:
@@ -323,71 +312,11 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                     as_needed(walk, h, i, go_on)
 
     if "d_initial" in arrays:
-        leave(walk, d_states, new)
 
-
-def leave(walk: Walk, d_states: Any, new: Any) -> None:
-    """Stores the cotangents of the states that sequences start from, where they do."""
-
-    @pl.when(walk.item.first != 0)
-    def _() -> None:
-        for h in range(walk.sizes.heads):
-            d_state = d_states[new, h]
-            if walk.sizes.decay in ("head", "constant"):
-                d_state = grown(d_state, walk.first_gates()[h : h + 1])
-            ref = walk.arrays["d_initial"]
-            ref[0, h] = d_state.T.astype(ref.dtype)
-
-
-def returned(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
-    """What the output alone gives of the cotangents of the states that sequences start from."""
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    item = item._replace(first=item.last, last=item.first)
-    arrays = dict(zip(names, refs, strict=True))
-    arrays["key"], sizes = arrays["query"], replace(sizes, key_heads=sizes.query_heads)
-    walk = Walk(sizes, item, arrays)
-    d_states, heads = arrays["d_states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
-    by_key, strong = sizes.decay == "key", []
-
-    @pl.when(item.last != 0)
-    def _() -> None:
-        for h in heads:
-            d_states[old, h] = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
-
-    def visit(h: int, i: Any, chunk: chunks.Chunk, d_state: jax.Array) -> jax.Array:
-        return chunks.returned(chunk, walk.rows_of("d_output", h, i), d_state)
-
-    decays = [None if by_key else walk.decays(i) for i in range(sizes.chunks)]
-    for h in heads:
-        d_state = d_states[old, h]
-        for i in walk.order(backward=True):
-            if by_key:
-                mild = walk.mild(h, i)
-                strong.append(mild.strong)
-                chunk = mild.chunk
-            else:
-                query = walk.rows_of("query", h, i)
-                chunk = Gated.of(query, query, decays[i], h, sizes.scale, sizes.reverse).chunk
-            d_state = visit(h, i, chunk, d_state)
-        d_states[new, h] = d_state
-
-    if by_key:
-
-        @pl.when(_any(strong))
-        def exactly() -> None:
+        @pl.when(item.first != 0)
+        def _() -> None:
             for h in heads:
-                d_states[new, h] = d_states[old, h]
-
-                @pl.loop(0, sizes.chunks)
-                def _(j: Any, h: int = h) -> None:
-                    i = j if sizes.reverse else sizes.chunks - 1 - j
-
-                    def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
-                        d_states[new, h] = grown(visit(h, i, found.chunk, d_states[new, h]), first)
-
-                    as_needed(walk, h, i, go_on)
-
-    leave(walk, d_states, new)
+                d_state = d_states[new, h]
+                if sizes.decay in ("head", "constant"):
+                    d_state = grown(d_state, walk.first_gates()[h : h + 1])
+                arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
