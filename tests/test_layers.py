@@ -15,6 +15,7 @@ LAYERS = (
     (
         "ejkernel.kernels._launch",
         "ejkernel.kernels._pallas",
+        "ejkernel.kernels._phases",
         "ejkernel.kernels._shared_memory",
         "ejkernel.kernels._varying",
         "ejkernel.kernels.chunks",
