@@ -83,6 +83,7 @@ def main() -> int:
                             "walk": walk,
                             "bundles": round(cycles, 1),
                             "first phase": round(more_cycles, 1),
+                            "bytes": round(moved),
                             "bundles ratio": round(1 + more_cycles / cycles, 2),
                             "bytes ratio": round(1 + more / moved, 2),
                         }

@@ -232,6 +232,38 @@ def _spread_time() -> Iterator[list[str]]:
         yield [f"`{op}`", what, f"{one['flops']:,}", *cells]
 
 
+def _phases() -> Iterator[list[str]]:
+    """What phases take of the time of a GPU's own call, and of what schedules and bytes of a TPU's."""
+    yield ["", "", "forward", "forward and backward"]
+    for (decay, shape), ways in _by_way(
+        _read("phases_h200")["rows"], ("decay", "shape"), "gradient"
+    ):
+        cells = (f"{ways[way]['ratio']:.2f}" for way in (False, True))
+        yield [f"H200, time, one gate a {decay}", f"`{shape}`", *cells]
+    for (case, chip), ways in _by_way(
+        _read("tpu_phases")["rows"], ("case", "chip"), "walk"
+    ):
+        for what in ("bundles", "bytes"):
+            share = {
+                way: ways[way][f"{what} ratio"] - 1 for way in ("forward", "backward")
+            }
+            sizes = {way: ways[way][what] for way in share}
+            more = sum(sizes[way] * share[way] for way in share)
+            both = 1 + more / sum(sizes.values())
+            cells = f"{1 + share['forward']:.2f}", f"{both:.2f}"
+            yield [f"{chip}, {what}, {case}", "", *cells]
+
+
+def _by_way(
+    rows: list[Any], names: tuple[str, str], way: str
+) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+    """Rows that are alike but for the way."""
+    found: dict[tuple[str, ...], dict[Any, Any]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), {})[row[way]] = row
+    yield from found.items()
+
+
 def _tpu_training() -> Iterator[list[str]]:
     """What a training step moves, planned and counted, by topology."""
     yield [
@@ -305,6 +337,7 @@ def _layers_versions() -> Iterator[list[str]]:
 TABLES = {
     "tpu_schedules": _schedules,
     "spread_time": _spread_time,
+    "phases": _phases,
     "tpu_training": _tpu_training,
     "tpu_compiled": _compiled,
     "tpu_sharded": _sharded,
