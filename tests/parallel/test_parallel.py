@@ -13,7 +13,7 @@ DEVICES = 8
 # of one process each: JAX takes longer to start than most of them to run
 PARTS = [
     ("values", "tree", "collectives", "errors"),
-    ("delta_rule", "family"),
+    ("delta_rule", "family", "twice"),
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_time"),
     ("explicit_heads", "explicit_utilities"),
