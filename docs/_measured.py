@@ -233,7 +233,7 @@ def _spread_time() -> Iterator[list[str]]:
 
 
 def _phases() -> Iterator[list[str]]:
-    """What phases take of the time of a GPU's own call, and of what schedules and bytes of a TPU's."""
+    """What phases take of a GPU's time, and of a TPU's schedules and bytes."""
     yield ["", "", "forward", "forward and backward"]
     for (decay, shape), ways in _by_way(
         _read("phases_h200")["rows"], ("decay", "shape"), "gradient"
