@@ -234,7 +234,7 @@ def _spread_time() -> Iterator[list[str]]:
 
 def _phases() -> Iterator[list[str]]:
     """What phases take of a GPU's time, and of a TPU's schedules and bytes."""
-    yield ["", "", "forward", "forward and backward"]
+    yield ["", "call", "forward", "forward and backward"]
     for (decay, shape), ways in _by_way(
         _read("phases_h200")["rows"], ("decay", "shape"), "gradient"
     ):
@@ -251,7 +251,7 @@ def _phases() -> Iterator[list[str]]:
             more = sum(sizes[way] * share[way] for way in share)
             both = 1 + more / sum(sizes.values())
             cells = f"{1 + share['forward']:.2f}", f"{both:.2f}"
-            yield [f"{chip}, {what}, {case}", "", *cells]
+            yield [f"{chip}, {what}, {case}", "`B1 T4096 H8`", *cells]
 
 
 def _by_way(

@@ -2,11 +2,10 @@
 
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels.delta_rule import triton, xla
-from ejkernel.kernels.delta_rule.phases import of_wide_states
 from ejkernel.kernels.delta_rule.xla.phases import PHASES
 
 # Fastest first.
 IMPLEMENTATIONS = (
-    Implementation("triton", ("cuda",), triton.supports, triton.run, of_wide_states(triton.run)),
+    Implementation("triton", ("cuda",), triton.supports, triton.run),
     Implementation("xla", None, xla.supports, xla.run, PHASES),
 )
