@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
 
 
 @triton.jit
@@ -62,23 +63,14 @@ def walk_with_row_dots(
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
-    i_program = tl.program_id(0)
-    i_z = i_program % NZ
-    i_x = (i_program // NZ) % NX
-    i_h = (i_program // (NZ * NX)) % H
-    i_block = i_program // (NZ * NX * H)
+    i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
     i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
     i_from = i_j * (L // C)
     i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED) + i_from // G
     n_steps = tl.minimum(tl.cdiv(n_rows, C) - i_from, tl.cdiv(L, C))
 
-    o_flag = tl.arange(0, 64)
-    b_flag = tl.zeros([64], tl.int32)
-    for i_step in range(0, n_steps, 64):
-        p_flags = p_flag + (i_chunk0 + i_from + i_step + o_flag) * H + i_h
-        b_flag = b_flag | tl.load(p_flags, mask=i_step + o_flag < n_steps, other=0)
-    if tl.max(b_flag, 0) != 0:
+    if any_flagged(p_flag, i_chunk0 + i_from, n_steps, i_h, H):
         return
 
     o_r = tl.arange(0, C)
