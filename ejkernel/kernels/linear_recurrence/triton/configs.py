@@ -35,6 +35,7 @@ class Config:
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
         dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting (with
             rows that are tokens, in three stages whatever it says).
+        unfold: Key dims that a program unfolds where there would be few programs.
     """
 
     chunk: int
@@ -47,17 +48,24 @@ class Config:
     step: Tile
     fill: int
     dots: Tile | None = None
+    unfold: int = 128
 
 
 _STEP = Tile(64, 4, 1)
 _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
     LARGE: {
         64: Config(64, 4, 80.0, "ieee", Tile(128, 4, 3), Tile(128, 4, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 3)),
-        128: Config(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 2)),
-        256: Config(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 132),
+        128: Config(
+            *(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1)),
+            *(_STEP, 132, Tile(64, 4, 2), 64),
+        ),
+        256: Config(
+            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1)),
+            *(_STEP, 132, None, 32),
+        ),
         512: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2, 128)),
+            *(_STEP, 132, Tile(64, 4, 2, 128), 32),
         ),
     },
     MEDIUM: {

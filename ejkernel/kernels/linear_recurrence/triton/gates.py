@@ -93,9 +93,9 @@ def head_gate_gradient(
     return dgate
 
 
-def _columns(dim: int) -> tuple[int, int]:
+def _columns(dim: int, most: int = 128) -> tuple[int, int]:
     """Dims that a program of one warp streams, and how many such programs a head has."""
-    width = min(128, padded(dim))
+    width = min(most, padded(dim))
     return width, cdiv(dim, width)
 
 
@@ -185,6 +185,7 @@ def _exact_gradients(
     chunk, fine = config.chunk, call.dtype == F32
     programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
     width, block = padded(call.key_dim), config.exact.block
+    parts = dqhat.shape[-1] // call.key_dim
     *results, _ = launcher.launch(
         device("strong_key_gates").exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
@@ -193,6 +194,7 @@ def _exact_gradients(
         tile=config.exact,
         length=chunk,
         HEADS=_heads_at_once(call.heads),
+        PARTS=parts,
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
         H=call.heads,
@@ -274,7 +276,9 @@ def unfold_all(
     call, config = launcher.call, launcher.config
     qhat, khat, summand, dkhat, memory, dmemory = hats
     group = config.chunk * launcher.plan.group
-    width, parts = _columns(call.key_dim)
+    groups = launcher.blocks(group) * call.heads
+    # few programs have too little of memory on its way at once
+    width, parts = _columns(call.key_dim, config.unfold if groups * cdiv(call.key_dim, 128) < 8 * config.fill else 128)
     return launcher.launch(
         device("key_gates").unfold_gates,
         *(
@@ -292,7 +296,7 @@ def unfold_all(
             *(flagged or (None, None)),
         ),
         outputs=[*gradients, shape(*gradients[0].shape, dtype=log_decay.dtype)],
-        programs=launcher.blocks(group) * call.heads * parts,
+        programs=groups * parts,
         tile=Tile(width, 1, 1),
         length=group,
         aliases={11: 0, 12: 1} if flagged else None,
@@ -302,6 +306,7 @@ def unfold_all(
         BK=width,
         C=config.chunk,
         G=launcher.plan.group,
+        PARTS=summand.shape[-1] // call.key_dim,
         SCALE=float(call.scale),
         BOTH=other is not None,
         FLIP=call.reverse,

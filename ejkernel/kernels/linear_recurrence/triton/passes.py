@@ -116,6 +116,7 @@ def backward(
         tile=tile,
         dtype=F32 if is_key else by_query,
         gate_gradient=query if wanted else None,
+        in_parts=is_key,
     )
     of_key = walk(
         *(launcher, "dkey", value, doutput, qhat, gates, ends),
@@ -123,6 +124,7 @@ def backward(
         dtype=F32 if is_key else by_key,
         start_scale=start_scale,
         gate_gradient=key if wanted else None,
+        in_parts=is_key,
     )
     dquery, dkey, dvalue, dstart = of_query.output, of_key.output, of_value.output, of_value.last
     dgate = None

@@ -89,10 +89,12 @@ def walk(
     last_scale: float = 1.0,
     gate_gradient: jax.Array | None = None,
     other: Gates | None = None,
+    in_parts: bool = False,
 ) -> Walked:
     """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself.
 
-    `other` are the gates of the value dims, beside those of the key dims.
+    `other` are the gates of the value dims, beside those of the key dims. With more dims of x than a program carries
+    the output is a sum, which is left to the caller where it may come `in_parts`, side by side.
     """
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
@@ -173,7 +175,7 @@ def walk(
             WALK=replace(kind, strong=strong),
         )
     output, *rest = results
-    if sums > 1 and x is not None:
+    if sums > 1 and x is not None and not in_parts:
         output = output.reshape(*output.shape[:3], sums, z_dim).sum(3).astype(dtype)
     return Walked(output, *rest)
 

@@ -238,6 +238,7 @@ def unfold_gates(
     BK: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr,
     BOTH: tl.constexpr,
     PACKED: tl.constexpr,
@@ -245,7 +246,8 @@ def unfold_gates(
 ):
     """dq and dk from dq̂ and dk̂, and the gates' gradient: sums to the end of a group of q·dq - k·dk and S·dS there.
 
-    Of a flagged chunk, dq and dk are there already and dq̂ holds the summands.
+    Of a flagged chunk, dq and dk are there already and dq̂ holds the summands. dq̂ and dk̂ come in parts to be added, of
+    which the first holds those.
     """
     SIGN: tl.constexpr = 1 if FLIP else -1
     ROWS: tl.constexpr = 8
@@ -288,11 +290,18 @@ def unfold_gates(
             i_token = token_of(i_first, n_rows, i0, FLIP)
             o_q = (i_token * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, r0, r1, r2, r3)
-            a0, a1, a2, a3 = load_four(p_dqhat, o_q, SIGN * H * K, r0, r1, r2, r3)
+            o_hat = (i_token * H + i_h) * (PARTS * K) + o_k
+            a0, a1, a2, a3 = load_four(p_dqhat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
             if is_exact:
                 x0, x1, x2, x3 = a0, a1, a2, a3
             else:
-                b0, b1, b2, b3 = load_four(p_dkhat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                b0, b1, b2, b3 = load_four(p_dkhat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                for i_part in tl.static_range(1, PARTS):
+                    o_part = o_hat + i_part * K
+                    c0, c1, c2, c3 = load_four(p_dqhat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                    a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
+                    c0, c1, c2, c3 = load_four(p_dkhat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                    b0, b1, b2, b3 = b0 + c0, b1 + c1, b2 + c2, b3 + c3
                 q0, q1, q2, q3 = load_four(p_qhat, o_q, SIGN * H * K, r0, r1, r2, r3)
                 k0, k1, k2, k3 = load_four(p_khat, o_q, SIGN * H * K, r0, r1, r2, r3)
                 x0, x1, x2, x3 = q0 * a0 - k0 * b0, q1 * a1 - k1 * b1, q2 * a2 - k2 * b2, q3 * a3 - k3 * b3

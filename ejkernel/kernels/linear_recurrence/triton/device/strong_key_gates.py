@@ -172,6 +172,17 @@ def exact_scores(
 
 
 @triton.jit
+def load_parts(
+    p, i_token, i_head, o_t, m_r, o_c, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, PARTS: tl.constexpr
+):
+    """The sum of a head's parts in float32, as `load_columns` lays it out."""
+    b = load_columns(p, i_token, i_head * PARTS, o_t, m_r, o_c, H * PARTS, D, PAD, True)
+    for i_part in tl.static_range(1, PARTS):
+        b += load_columns(p, i_token, i_head * PARTS + i_part, o_t, m_r, o_c, H * PARTS, D, PAD, True)
+    return b
+
+
+@triton.jit
 def exact_gradients(
     p_q,
     p_k,
@@ -202,6 +213,7 @@ def exact_gradients(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr,
     START: tl.constexpr,
     PACKED: tl.constexpr,
@@ -214,6 +226,7 @@ def exact_gradients(
 
     The summand takes q̂ and k̂ as they were rounded, and leaves out what a token does to itself: both cancel in the sum,
     which strong gates make so small that the rounding errors would drown it.
+    dq̂ and dk̂ come in parts to be added, of which the first of dq̂ is the summand's place.
     """
     PAD: tl.constexpr = K % BK != 0
     p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
@@ -263,11 +276,11 @@ def exact_gradients(
                     FINE,
                 )
                 b_fade = tl.exp2(b_since)
-                b_grad = load_columns(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, False)
+                b_grad = load_parts(p_dqhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, PARTS)
                 b_summand = (b_q.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dq = b_grad * b_fade + b_own * b_k.to(tl.float32)
                 b_fade = tl.exp2(b_until)
-                b_grad = load_columns(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, True)
+                b_grad = load_parts(p_dkhat, i_token, i_h, o_t, m_read, o_k, H, K, PAD, PARTS)
                 b_summand -= (b_k.to(tl.float32) * b_fade).to(b_q.dtype).to(tl.float32) * b_grad
                 b_dk = b_grad * b_fade + b_own * b_q.to(tl.float32)
                 # a level's fold is made after the last's gradients, which so come to its layout, and not it to theirs
@@ -290,6 +303,7 @@ def exact_gradients(
                         )  # fmt: skip
                 m_tile = m_read[None, :] & (o_k[:, None] < K)
                 o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
-                tl.store(p_summand + o_tile, b_summand, mask=m_tile)
+                o_part = (i_token * H + i_h) * (PARTS * K) + (o_t[None, :] * (H * PARTS * K) + o_k[:, None])
+                tl.store(p_summand + o_part, b_summand, mask=m_tile)
                 tl.store(p_dq + o_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
                 tl.store(p_dk + o_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)
