@@ -37,6 +37,7 @@ class Implementation:
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
         phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
         slower: Says for what a later implementation is faster where that serves the call too, or `None`.
+        slowest: Says for what even the one that serves every device is faster, or `None`.
         splits: Whether XLA can split it over devices where shardings are left to it.
     """
 
@@ -46,6 +47,7 @@ class Implementation:
     run: Callable[..., Any]
     phases: Any = None
     slower: Callable[[Any], str | None] = lambda _: None
+    slowest: Callable[[Any], str | None] = lambda _: None
     splits: bool = True
 
     def refuses(self, call: Any, spread: bool) -> str | None:
@@ -77,6 +79,8 @@ def choose(
             first = chosen.setdefault(device, each)
             if first.slower(call) and not each.slower(call):
                 chosen[device] = each
+    if "default" in chosen:
+        chosen = {device: each for device, each in chosen.items() if not each.slowest(call)}
     return chosen
 
 
@@ -118,8 +122,11 @@ def _warn_if_slower(
     """On a GPU or TPU, says once why none of the implementations made for it serves `call`."""
     for platform, name in (("cuda", "GPU"), ("tpu", "TPU")):
         made_for_it = [each for each in implementations if platform in (each.devices or ())]
-        if made_for_it and platform not in chosen and "default" in chosen and _default_platform() == platform:
-            reasons = "; ".join(f"{each.name!r}: {each.refuses(call, spread)}" for each in made_for_it)
+        refused = {each.name: each.refuses(call, spread) for each in made_for_it}
+        if not refused or None in refused.values():
+            continue
+        if platform not in chosen and "default" in chosen and _default_platform() == platform:
+            reasons = "; ".join(f"{name!r}: {reason}" for name, reason in refused.items())
             serves = f"{chosen['default'].name!r} serves this call on the {name}"
             _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
 
@@ -179,7 +186,7 @@ def _explanation(
     return Explanation(
         {device: each.name for device, each in chosen.items()},
         refused,
-        {each.name: what for each in left if (what := each.slower(call)) is not None},
+        {each.name: what for each in left if (what := each.slower(call) or each.slowest(call)) is not None},
     )
 
 

@@ -98,6 +98,19 @@ def test_one_leaves_to_others_what_it_is_slower_at():
     assert str(found) == "on cuda: middle\nelsewhere: plain\nnot fast: slower at large factors"
 
 
+def test_one_leaves_to_what_serves_every_device_what_even_that_is_faster_at(on_a_gpu):
+    slowest = replace(MIDDLE, slowest=lambda call: "large factors" if call.factor > 1 else None)
+    implementations, call = (slowest, PLAIN), Call(factor=2.0)
+    assert choose(implementations, call) == {"default": PLAIN}
+    assert choose(implementations, Call())["cuda"] == slowest
+    assert choose(implementations, call, "middle") == {"cuda": slowest}
+    found = _dispatch._explanation(implementations, call, choose(implementations, call), spread=False)
+    assert str(found) == "everywhere: plain\nnot middle: slower at large factors"
+    # it could have served: nothing that the caller could change would be faster
+    with warnings.catch_warnings(action="error"):
+        _dispatch._warn_if_slower(implementations, call, choose(implementations, call))
+
+
 def test_a_platform_that_cannot_serve_is_an_error():
     with pytest.raises(PlatformError, match=r"^platform: 'fast' cannot serve this call: fast does not like it$"):
         front(X, refused_by=["fast"], platform="fast")

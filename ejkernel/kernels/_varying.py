@@ -34,3 +34,9 @@ def axes(x: jax.Array) -> frozenset[str]:
 def _mark(x: jax.Array, wanted: frozenset[str]) -> jax.Array:
     missing = tuple(wanted - axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def tracked() -> bool:
+    """Whether JAX follows over which axes of a mesh values vary: inside a `shard_map` with `check_vma`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) and bool(axes(jax.lax.axis_index(manual[0])))

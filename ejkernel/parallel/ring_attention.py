@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from ejkernel import _checks, _sharding
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
+from ejkernel.kernels.attention import splash_blocks, triton
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
 from ejkernel.kernels.attention.triton import blocks as triton_blocks
-from ejkernel.kernels.attention.triton import supports as triton_supports
 from ejkernel.kernels.attention.xla import blocks as xla_blocks
 from ejkernel.parallel._ring import Ring, plan
 
@@ -96,6 +96,7 @@ def flash_attention(
         queries=_checks.even_slices("query", call.queries, slices, over),
         keys=_checks.even_slices("key", call.keys, slices, over),
         sequences=None if cu is None else cu.shape[0] - 1,
+        separate=cu_seqlens_kv is not None,
     )
     ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
     inputs = Arrays(bound[0], bound[1], bound[2], bound[5], cu, cu_kv)
@@ -169,6 +170,8 @@ def _on_mesh(call: Call, ring: Ring, mesh: jax.sharding.Mesh, arrays: Arrays) ->
         in_specs=(sliced, sliced, sliced, *rest),
         out_specs=sliced,
         axis_names={ring.axis},
+        # JAX's kernel does not say over which axes its results vary
+        check_vma=splash_blocks.supports(call) is not None,
     )
     return run(*arrays)
 
@@ -293,11 +296,15 @@ _attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
 
 
 def _core(name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
-    """What a block of keys gives or takes: by Triton's kernels on an NVIDIA GPU where they serve it, or by XLA."""
+    """What a block of keys gives or takes: by the kernels of a GPU or TPU where they serve it, or by XLA."""
+    blocks: dict[str, Any] = {}
+    if not (triton.supports(call) or triton.slowest(call)):
+        blocks["cuda"] = triton_blocks
+    if not splash_blocks.supports(call):
+        blocks["tpu"] = splash_blocks
+    served = {platform: partial(getattr(each, name), call) for platform, each in blocks.items()}
     default = partial(getattr(xla_blocks, name), call)
-    if triton_supports(call) is not None:
-        return default(*arrays)
-    return lax.platform_dependent(*arrays, cuda=partial(getattr(triton_blocks, name), call), default=default)
+    return lax.platform_dependent(*arrays, **served, default=default) if served else default(*arrays)
 
 
 def _pair(

@@ -11,6 +11,6 @@ ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=refe
 FLASH_ATTENTION = (
     Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run, splits=False),
     Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run, slower=cudnn.slower),
-    Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run),
+    Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run, slowest=triton.slowest),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),
 )

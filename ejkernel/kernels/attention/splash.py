@@ -23,7 +23,7 @@ HARMLESS = 2.0**30
 
 def supports(call: Call) -> str | None:
     """Why splash attention cannot serve `call`, or `None` if it can."""
-    return _options(call) or _bounds(call) or _arrays(call)
+    return _options(call) or _bounds(call) or _arrays(call) or _place()
 
 
 def _options(call: Call) -> str | None:
@@ -63,6 +63,12 @@ def _arrays(call: Call) -> str | None:
     return None
 
 
+def _place() -> str | None:
+    if _varying.tracked():
+        return "shard_map with check_vma: it does not say over which axes its results vary"
+    return None
+
+
 def run(call: Call, *arrays: Array | None) -> Array:
     """The output `[B, S, H, D]`."""
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
@@ -70,6 +76,14 @@ def run(call: Call, *arrays: Array | None) -> Array:
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
+    options = () if inputs.sinks is None else (jnp.broadcast_to(_by_head(call, inputs.sinks), (call.heads,)),)
+    *arrays, ids = (*operands(call, inputs), None)[:4]
+    output = kernel(call)(*arrays, ids, *options)
+    return used(inputs.cu_seqlens, output.swapaxes(1, 2))
+
+
+def kernel(call: Call, save_residuals: bool = False) -> Callable[..., Any]:
+    """Splash attention over rows `[B, H, T, …]`; with `save_residuals` it also gives their log-sum-exp."""
     # not at the top: `import ejkernel` must not import Pallas
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -84,32 +98,43 @@ def _direct(call: Call, inputs: Inputs) -> Array:
         block_q_dq=block["q"],
         block_kv_dq=block["kv"],
     )
-    kernel = kernels.make_splash_mha(
+    one_row = kernels.make_splash_mha(
         mask=_mask(call),
         block_sizes=sizes,
         attn_logits_soft_cap=call.soft_cap,
         head_shards=1,
         q_seq_shards=1,
+        save_residuals=save_residuals,
         interpret=_pallas.INTERPRET is not None,
     )
-    query, key, value = (_used(inputs, x).swapaxes(1, 2) for x in inputs[:3])
-    # it has no scale of its own
-    query = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
-    segments = None
-    if inputs.cu_seqlens is not None:
-        ids = prepare_sequence_ids(inputs.cu_seqlens, total_tokens=call.queries).astype(np.int32)
-        segments = kernels.SegmentIds(ids, ids)
-    options = () if inputs.sinks is None else (jnp.broadcast_to(_by_head(call, inputs.sinks), (call.heads,)),)
-    output = jax.vmap(lambda *x: kernel(*x, segments, *options))(query, key, value)
-    return _used(inputs, output.swapaxes(1, 2))
+    return lambda query, key, value, *shared: jax.vmap(lambda *x: one_row(*x, *shared))(query, key, value)
 
 
-def _used(inputs: Inputs, x: Array) -> Array:
-    """`x [1, T, …]` with 0 for tokens past the last border of a packed stream; what is not packed as it is."""
-    if inputs.cu_seqlens is None:
+def operands(call: Call, inputs: Inputs) -> tuple[Any, ...]:
+    """Query, which has the scale that the kernel lacks, key and value, heads first; and which tokens are whose."""
+    cu, cu_kv = inputs.cu_seqlens, inputs.cu_seqlens_kv
+    query = (inputs.query.astype(jnp.float32) * call.scale).astype(inputs.query.dtype)
+    pairs = ((query, cu), (inputs.key, cu_kv), (inputs.value, cu_kv))
+    arrays = tuple(used(borders, x).swapaxes(1, 2) for x, borders in pairs)
+    if cu is None or cu_kv is None:
+        return arrays
+    ids = (prepare_sequence_ids(each, total_tokens=n) for each, n in ((cu, call.queries), (cu_kv, call.keys)))
+    return *arrays, segments(*(each.astype(np.int32) for each in ids))
+
+
+def segments(*ids: Any) -> Any:
+    """The kernel's own form of which sequence tokens belong to, those of queries and those of keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    return SegmentIds(*ids)
+
+
+def used(cu_seqlens: Array | None, x: Array, fill: float = 0) -> Array:
+    """`x [1, T, …]` with `fill` for tokens past the last border of a packed stream; what is not packed as it is."""
+    if cu_seqlens is None:
         return x
-    token = jax.lax.broadcasted_iota(inputs.cu_seqlens.dtype, x.shape, 1)
-    return jnp.where(token < inputs.cu_seqlens[-1], x, jnp.zeros_like(x))
+    token = jax.lax.broadcasted_iota(cu_seqlens.dtype, x.shape, 1)
+    return jnp.where(token < cu_seqlens[-1], x, jnp.asarray(fill, x.dtype))
 
 
 def _by_head(call: Call, sinks: Array) -> Array:
@@ -161,7 +186,7 @@ def _unless_it_leaks(run: Callable[..., Any], instead: Callable[..., Any], tree:
     inputs, *rest = jax.tree.unflatten(tree, arrays)
     # a cotangent comes last, after what was kept
     tokens = [*inputs[:3], *rest[1:]]
-    harmless = [(jnp.abs(_used(inputs, x)) <= HARMLESS).all() for x in tokens]
+    harmless = [(jnp.abs(used(inputs.cu_seqlens, x)) <= HARMLESS).all() for x in tokens]
     return jax.lax.cond(jnp.stack(harmless).all(), run, instead, *arrays)
 
 

@@ -9,10 +9,12 @@ import oracle
 import pytest
 from attention_cases import Case, results_and_gradients
 from conftest import assert_close
+from ring_of_one import on_a_ring, one_by_one
 
 import ejkernel
 from ejkernel.kernels import _pallas
-from ejkernel.kernels.attention import splash
+from ejkernel.kernels.attention import splash, splash_blocks
+from ejkernel.parallel import ring_attention
 
 SIZES = {"batch": 1, "queries": 128, "key_dim": 64, "value_dim": 64}
 SERVED = [
@@ -42,6 +44,31 @@ def test_matches_oracle(monkeypatch, case):
         assert_close(each, right[1][name], 2e-2, name)
 
 
+def test_ring(monkeypatch):
+    """A slice meets its own keys, those of an earlier one and those of a later one, in each of which sequences end."""
+    monkeypatch.setattr(_pallas, "INTERPRET", True)
+
+    def core(name, call, *arrays):
+        assert splash_blocks.supports(call) is None
+        return one_by_one(splash_blocks)(name, call, *arrays)
+
+    monkeypatch.setattr(ring_attention, "_core", core)
+    options = {"causal": True, "cu_seqlens": jnp.array([0, 100, 100, 200, 250])}
+    case = Case("", **{**SIZES, "queries": 256}, keys=256, kv_heads=1, sink_shape=(2, 1))
+    arrays = case.arrays(jnp.bfloat16)
+    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(jnp.bfloat16)
+    output, gradients = on_a_ring(arrays, cotangent, **options)
+    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
+
+    def reference(**arrays):
+        return ejkernel.flash_attention(**arrays, **options, dtype=None, platform="xla")
+
+    right = results_and_gradients(reference, exact, cotangent.astype(np.float32))
+    assert_close(output, oracle.flash_attention(**exact, **options)[0], 1e-2)
+    for name, each in gradients.items():
+        assert_close(each, right[1][name], 2e-2, name)
+
+
 def test_refuses_what_it_would_get_wrong():
     def refused(shape=(1, 128, 2, 64), dtype=jnp.bfloat16, **options):
         x = jax.ShapeDtypeStruct(shape, dtype)
@@ -55,6 +82,21 @@ def test_refuses_what_it_would_get_wrong():
     assert "head dims" in refused((1, 128, 2, 80))
     assert "bias" in refused(bias=jnp.zeros((1, 1, 128, 128)))
     assert "sink" in refused(softmax_aux=jnp.zeros(3))
+
+    def mapped(checked):
+        x, whole = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), jax.P()
+        call = jax.shard_map(
+            lambda x: ejkernel.flash_attention(x, x, x),
+            mesh=jax.make_mesh((1,), ("time",)),
+            in_specs=whole,
+            out_specs=whole,
+            check_vma=checked,
+        )
+        return ejkernel.explain(call, x).refused.get("splash", "")
+
+    # lowering its kernel there would be an error
+    assert "check_vma" in mapped(True)
+    assert not mapped(False)
 
 
 @pytest.mark.parametrize("platforms", [["tpu"], ["cpu", "tpu"]])

@@ -11,9 +11,9 @@ import pytest
 from attention_cases import CASES, OFFSET, PACKED, Case, check
 from conftest import assert_close
 from jax.sharding import PartitionSpec
+from ring_of_one import on_a_ring, one_by_one
 from triton_attention_cases import FEW, GROUPED, LONG, exact, expected, options_of, with_gradients
 
-from ejkernel import parallel
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
@@ -400,41 +400,15 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
 
 @pytest.mark.parametrize("packed, layout", [(False, "balanced"), (True, "contiguous")])
 def test_ring(packed, layout, monkeypatch):
-    """A ring of devices, which merges what blocks of keys give, gives the same by these kernels.
-
-    Two devices are one here, that takes their turns: an axis of `vmap` has the collectives that one of a mesh has.
-    """
-
-    def core(name, call, *arrays):
-        one_by_one = jax.custom_batching.sequential_vmap
-        return one_by_one(lambda *arrays: getattr(ring_attention.triton_blocks, name)(call, *arrays))(*arrays)
-
-    monkeypatch.setattr(ring_attention, "_core", core)
+    """A ring of devices, which merges what blocks of keys give, gives the same by these kernels."""
     case = Case("", batch=1, queries=40, keys=40, **GROUPED, sink_shape=(4, 1), options={"causal": True})
     if packed:
         case = replace(case, options={**case.options, "cu_seqlens": [0, 10, 10, 33]})
     arrays = case.arrays(np.float32)
     cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
-
-    def device(mine, cotangent):
-        def ring(**arrays):
-            return parallel.flash_attention(**arrays, **options_of(case), axis_name="time", layout=layout)
-
-        return with_gradients(ring, mine, cotangent)
-
-    def sliced(x):
-        x = parallel.to_balanced(x, 2) if layout == "balanced" else x
-        return x.reshape(1, 2, 20, *x.shape[2:])
-
-    def joined(x):
-        x = x.reshape(1, 40, *x.shape[3:])
-        return parallel.from_balanced(x, 2) if layout == "balanced" else x
-
-    axes = {name: None if name == "softmax_aux" else 1 for name in arrays}
-    mine = {name: each if axes[name] is None else sliced(each) for name, each in arrays.items()}
-    output, gradients = jax.vmap(device, (axes, 1), 1, axis_name="time")(mine, sliced(cotangent))
+    monkeypatch.setattr(ring_attention, "_core", one_by_one(ring_attention.triton_blocks))
+    output, gradients = on_a_ring(arrays, cotangent, layout, **options_of(case))
     right = exact(case, arrays, cotangent, np.zeros(cotangent.shape[:3]))
-    assert_close(joined(output), right[0], 3e-6)
+    assert_close(output, right[0], 3e-6)
     for name, each in right[2].items():
-        found = gradients[name].sum(1) if axes[name] is None else joined(gradients[name])
-        assert_close(found, each, 2e-5, name)
+        assert_close(gradients[name], each, 2e-5, name)

@@ -11,7 +11,7 @@ from ejkernel.kernels.attention import dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.differentiation import attend
-from ejkernel.kernels.attention.triton.plan import operand_dtype
+from ejkernel.kernels.attention.triton.plan import decodes, operand_dtype, padded_dims
 
 _LARGEST_DIM = 256
 _DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
@@ -32,6 +32,13 @@ def supports(call: Call) -> str | None:
     if 0 in sizes:
         return "an array without elements"
     return _launch.unavailable()
+
+
+def slowest(call: Call) -> str | None:
+    """What XLA is faster at, as measured, if the call has it."""
+    if decodes(call) or operand_dtype(call) != np.float32 or padded_dims(call) <= 256:
+        return None
+    return f"float32 with head dims {call.key_dim} and {call.value_dim}"
 
 
 def run(call: Call, *arrays: Array | None) -> Any:

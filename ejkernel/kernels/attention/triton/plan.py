@@ -233,15 +233,25 @@ class Plan:
     def of(call: Call) -> "Plan":
         capability = _launch.capability()
         wide = operand_dtype(call) == np.float32
-        config = configure(capability or 90, wide, power(call.key_dim) + power(call.value_dim), _walk(call))
+        config = configure(capability or 90, wide, padded_dims(call), _walk(call))
         rows = call.batch * call.kv_heads
         parts = 0
-        if call.sequences is None and call.queries * call.groups <= FEW_ROWS:
+        if decodes(call):
             parts = max(1, min(FILL // rows, cdiv(call.keys, config.decoding.keys), MOST_PARTS))
         programs = rows * cdiv(call.keys, config.key.keys)
         enough = (each for each in range(1, call.groups) if call.groups % each == 0 and programs * each >= FILL // 2)
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
         return Plan(config, fast, parts, next(enough, call.groups))
+
+
+def padded_dims(call: Call) -> int:
+    """What tables of configurations are looked up by: the dims of a key and a value together."""
+    return power(call.key_dim) + power(call.value_dim)
+
+
+def decodes(call: Call) -> bool:
+    """Whether there are so few queries that programs share out the keys instead."""
+    return call.sequences is None and call.queries * call.groups <= FEW_ROWS
 
 
 def _walk(call: Call) -> str:
