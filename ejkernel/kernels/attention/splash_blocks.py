@@ -101,7 +101,7 @@ def _launch(
             return flat(functools.partial(block, None), *arrays)
         # slices are equally long, so what is between them is a whole number of slices
         distance = jax.tree.unflatten(tree, arrays)[0].query_offset[0]
-        branches = [nothing, functools.partial(block, 0), functools.partial(block, None)]
+        branches: list[Callable[..., Any]] = [nothing, functools.partial(block, 0), functools.partial(block, None)]
         return jax.lax.switch(
             jnp.sign(distance).astype(np.int32) + 1, [functools.partial(flat, each) for each in branches], *arrays
         )
@@ -109,8 +109,9 @@ def _launch(
     def harmless(*arrays: Array) -> Any:
         # it weighs what is masked by 0, and 0 times NaN is NaN
         inputs, *rest = jax.tree.unflatten(tree, arrays)
-        tokens = [each for each in (*inputs[:3], *rest) if each.ndim == 4]
-        small = [(jnp.abs(splash.used(inputs.cu_seqlens, each)) <= splash.HARMLESS).all() for each in tokens]
+        of_queries = [inputs.query, *(each for each in rest if each.ndim == 4)]
+        tokens = [(inputs.cu_seqlens, of_queries), (inputs.cu_seqlens_kv, inputs[1:3])]
+        small = [(jnp.abs(splash.used(cu, x)) <= splash.HARMLESS).all() for cu, each in tokens for x in each]
         return jax.lax.cond(jnp.stack(small).all(), run, functools.partial(flat, instead), *arrays)
 
     packed = trees[0].cu_seqlens is not None
