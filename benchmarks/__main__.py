@@ -15,7 +15,7 @@ import jax
 import benchmarks
 from ejkernel.bench.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "numerics", "pictures", "spread_time", "tpu", "tpu_training"}
+NOT_BENCHMARKS = {"__main__", "cpu_map", "numerics", "pictures", "spread_time", "tpu", "tpu_training"}
 
 
 def main() -> None:

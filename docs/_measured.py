@@ -334,7 +334,46 @@ def _layers_versions() -> Iterator[list[str]]:
     yield [found["date"], *found["versions"].values()]
 
 
+KINDS = {
+    "head": "a gate a head",
+    "key": "key gates",
+    "value": "value gates",
+    "delta": "`delta_rule`",
+}
+
+
+def _cpu_map(packed: bool, gradient: bool) -> Iterator[list[str]]:
+    """How many times as long as ours a scan takes, by JAX release."""
+    reports = sorted(RESULTS.glob("cpu_map_*.json"), key=lambda file: len(file.name))
+    found: dict[tuple[str, int, int], dict[int, list[dict[str, Any]]]] = {}
+    for report in reports:
+        for row in json.loads(report.read_text())["rows"]:
+            if (row["packed"], row["gradient"]) == (packed, gradient):
+                cells = found.setdefault((row["kind"], row["heads"], row["dim"]), {})
+                cells.setdefault(row["tokens"], []).append(row)
+    tokens = sorted({number for cells in found.values() for number in cells})
+    yield ["", "heads", "dims", *(f"T {number:,}" for number in tokens)]
+    for (kind, heads, dim), cells in found.items():
+        shown = (_beside(cells.get(number, [])) for number in tokens)
+        yield [KINDS[kind], str(heads), str(dim), *shown]
+
+
+def _beside(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    by_tokens = [row.get("tokens_times", 0) > 1.1 * row["chunks_times"] for row in rows]
+    ours = (
+        row["tokens_times" if by_token else "chunks_times"]
+        for row, by_token in zip(rows, by_tokens, strict=True)
+    )
+    text = " / ".join(_times(each) for each in ours)
+    return f"*{text}*" if by_tokens[-1] else text
+
+
 TABLES = {
+    "cpu_map": lambda: _cpu_map(packed=False, gradient=False),
+    "cpu_map_packed": lambda: _cpu_map(packed=True, gradient=False),
+    "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
     "tpu_schedules": _schedules,
     "spread_time": _spread_time,
     "phases": _phases,

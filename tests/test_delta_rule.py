@@ -15,7 +15,7 @@ from delta_rule_cases import CASES, Case
 import ejkernel
 from ejkernel import delta_rule, gated_delta_rule, kda
 from ejkernel.kernels import _xla
-from ejkernel.kernels.chunks import layout, scores, triangular
+from ejkernel.kernels.chunks import faster_walk, layout, scores, triangular
 
 # the contract's for float32: outputs 1e-5, gradients 1e-4
 TOLERANCE = {"float64": (1e-12, 1e-11), "float32": (1e-5, 1e-4), "bfloat16": (2e-2, 4e-2), "float16": (4e-3, 8e-3)}
@@ -77,20 +77,14 @@ def test_any_length(tokens, x64):
     check_against_oracle(case, case.arrays(), TOLERANCE["float64"])
 
 
-FEW = [
-    Case("few", tokens=2, beta="any"),
-    Case("few head", tokens=17, gate="mixed", state="all", options={"reverse": True}),
-    Case("few key", tokens=9, gate="mixed", per_key=True, state="each", heads=4, own_heads=(2, 1, 4)),
-]
-
-
-@pytest.mark.parametrize("case", FEW, ids=str)
-def test_few_tokens_without_gradients(case, x64):
-    """Which a CPU visits one by one."""
-    arrays = case.arrays()
-    expected = oracle.delta_rule(**arrays, **case.options)
-    for a, e in zip(getattr(ejkernel, case.op)(**arrays, **case.options), expected, strict=False):
-        assert_close(a, e, 1e-12)
+def test_token_by_token(x64, small_chunks):
+    """What a CPU does with small states where nobody asks for gradients, here with all."""
+    with faster_walk.forced(by_tokens=True):
+        for case in CASES:
+            arrays = case.arrays()
+            expected = oracle.delta_rule(**arrays, **case.options)
+            for a, e in zip(getattr(ejkernel, case.op)(**arrays, **case.options), expected, strict=False):
+                assert_close(a, e, 1e-12, str(case))
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -86,12 +86,13 @@ def here(versions: dict[str, str], copy_bytes_per_s: float, flops_per_s: dict[st
     import jax
 
     device = jax.devices()[0]
-    name = device.device_kind if device.platform != "cpu" else f"{_processor()}, {os.cpu_count()} cores"
+    name = device.device_kind if device.platform != "cpu" else f"{processor()}, {os.cpu_count()} cores"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Report(kinds.line(name), device.platform, versions, today, copy_bytes_per_s, flops_per_s)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the machine calls its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -70,6 +70,21 @@ class States(NamedTuple):
     def final(self) -> jax.Array:
         return self.current if self.ends is None else self.ends
 
+    def after(self, left: jax.Array, chunk: Chunks) -> "States":
+        """States after a chunk that leaves this one."""
+        if self.ends is None:
+            return States(left, None)
+        return States(left, lax.dynamic_update_slice_in_dim(self.ends, left, chunk.sequence, 0))
+
+
+def met_by(call: Call, states: States, chunk: Chunks, starts: jax.Array | None, new: jax.Array) -> jax.Array:
+    """The state that a chunk meets: its sequence's start, or zeros, where that is `new`."""
+    met = states.current
+    if not call.packed:
+        return met
+    start = jnp.zeros_like(met) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
+    return jnp.where(new, start.astype(met.dtype), met)
+
 
 def _by_steps(x: Any, together: int) -> Any:
     """`[chunks, ...]` as `[steps, chunks of a step, ...]`."""
@@ -108,14 +123,9 @@ def _pass(
 
     def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, tuple[jax.Array, Any]]:
         chunk, passing = each
-        met, ends = states
-        if call.packed:
-            start = jnp.zeros_like(met) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
-            met = jnp.where(chunk.last if back else chunk.first, start.astype(met.dtype), met)
+        met = met_by(call, states, chunk, starts, chunk.last if back else chunk.first)
         left, found = advance(passing, met)
-        if ends is not None:
-            ends = lax.dynamic_update_slice_in_dim(ends, left, chunk.sequence, 0)
-        return States(left, ends), (met, found)
+        return states.after(left, chunk), (met, found)
 
     rows, chunks = states.current.shape[0], len(step.start)
 
@@ -167,13 +177,14 @@ def forward(
     # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
     unroll = 1 if keep_states else max(1, 4 // together)
     states, kept = lax.scan(
-        visit, _entered(call, first), _by_steps(where, together), reverse=call.reverse, unroll=unroll
+        visit, entered(call, first), _by_steps(where, together), reverse=call.reverse, unroll=unroll
     )
     pieces, met = _flat(kept)
     return (layout.put_together(call, where, cu_seqlens, pieces), states.final), met
 
 
-def _entered(call: Call, first: jax.Array) -> States:
+def entered(call: Call, first: jax.Array) -> States:
+    """What a walk begins with, `first [N, H, K, V]` being what sequences are entered with."""
     # sequences without a chunk end as they begin
     return States(jnp.zeros_like(first[:1]), first) if call.packed else States(first, None)
 
@@ -240,7 +251,7 @@ def pass_all(
         return _pass(call, states, step[0], starts, advance, step[1], back)
 
     steps = _by_steps(where, together), passing
-    states, seen = lax.scan(visit, _entered(call, starts), steps, reverse=call.reverse != back)
+    states, seen = lax.scan(visit, entered(call, starts), steps, reverse=call.reverse != back)
     return states.final, _flat(seen)
 
 

@@ -1,18 +1,16 @@
 """The delta rule of a whole call and its gradient."""
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks import layout, token_walk, walk
+from ejkernel.kernels.chunks.faster_walk import faster
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.chunks.layout import Chunks
-from ejkernel.kernels.chunks.steps import by_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.xla import decode, one_chunk
 
@@ -46,43 +44,56 @@ def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) ->
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, gates))
 
 
-def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
-    """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
-    q, k, v, beta = (walk.cut(call, step, x) for x in (*inputs[:3], inputs.beta[..., None]))
+def _gates_of(call: Call, inputs: Inputs, step: Chunks) -> tuple[jax.Array | None, None]:
+    """The log decays of a step's chunks; a sequence's first is in the state that it is entered with, and 0 here."""
     a = inputs.log_decay
-    if a is not None:
-        first = walk.by_token(call, layout.first_visited(call, step))
-        a = jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a))
-    return one_chunk.Chunk(q, k, v, beta, a)
+    if a is None:
+        return None, None
+    first = walk.by_token(call, layout.first_visited(call, step))
+    return jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a)), None
 
 
-def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+    """All that a step's chunks read."""
+    q, k, v, beta = (walk.cut(call, step, x) for x in (*inputs[:3], inputs.beta[..., None]))
+    return one_chunk.Chunk(q, k, v, beta, _gates_of(call, inputs, step)[0])
+
+
+def _entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:
+    """What sequences are entered with, if there are initial states, and that or zeros."""
     starts = entering_states(call, inputs, cu_seqlens)
-    first = initial_states(call, inputs._replace(initial_state=starts))
+    return starts, initial_states(call, inputs._replace(initial_state=starts))
+
+
+def _by_chunks(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
     chunk = functools.partial(chunk_of, call, inputs)
-    return walk.forward(call, one_chunk, chunk, starts, first, cu_seqlens, keep_states)
+    entered = _entered(call, inputs, cu_seqlens)
+    return walk.forward(call, one_chunk, chunk, *entered, cu_seqlens, keep_states)
+
+
+def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
+    """The results alone."""
+    gates, einsum = functools.partial(_gates_of, call, inputs), walk.einsum_of(call)
+
+    def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
+        query, key, value, beta = token
+        return decode.corrected(call, query, key, value, beta, kept, einsum)
+
+    return token_walk.forward(call, step, inputs[:4], gates, *_entered(call, inputs, cu_seqlens), cu_seqlens)
 
 
 def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    def in_chunks() -> Results:
-        return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
-
-    def one_by_one() -> Results:
-        one, einsum = replace(call, tokens=1), walk.einsum_of(call)
-
-        def step(token: tuple[jax.Array, ...], state: jax.Array) -> Results:
-            q, k, v, beta, gate = token
-            return decode.step(one, q, k, v, beta, gate, state, einsum)
-
-        return by_tokens(step, inputs[:-1], initial_states(call, inputs), call.reverse)
-
-    if decode.pays(call):
-        return lax.platform_dependent(cpu=one_by_one, default=in_chunks)
-    return in_chunks()
+    return faster(
+        call,
+        "delta",
+        lambda: _by_tokens(call, inputs, cu_seqlens),
+        lambda: _by_chunks(call, inputs, cu_seqlens, keep_states=False)[0],
+    )
 
 
 def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
-    results, starts = _walk(call, inputs, cu_seqlens, keep_states=True)
+    results, starts = _by_chunks(call, inputs, cu_seqlens, keep_states=True)
     return results, (inputs, cu_seqlens, starts)
 
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks import layout, token_walk, walk
+from ejkernel.kernels.chunks.faster_walk import faster
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens, where_there_are_tokens
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.linear_recurrence.call import Call
@@ -54,8 +54,11 @@ def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) ->
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, decay, by_value))
 
 
-def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
-    """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
+def _gates_of(call: Call, inputs: Inputs, step: Chunks) -> tuple[jax.Array | None, jax.Array | None]:
+    """The log decays of a step's chunks, 0 for a sequence's first token: it is in the state that this is entered with.
+
+    They are `[rows · chunks, H, C, 1 or K]` and `[rows · chunks, H, C, V]`.
+    """
     a, b = inputs.log_decay, inputs.value_log_decay
     first = walk.by_token(call, layout.first_visited(call, step))
     if call.decay == "constant" and a is not None:
@@ -64,33 +67,51 @@ def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
         a = jnp.where(unseen, 0, a.astype(call.state_dtype)[:, :, None, None])
     elif a is not None:
         a = jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a))
-    b = None if b is None else jnp.where(first, 0, walk.cut(call, step, b))
+    return a, None if b is None else jnp.where(first, 0, walk.cut(call, step, b))
+
+
+def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+    """All that a step's chunks read."""
+    gates = _gates_of(call, inputs, step)
     q, k, v = (walk.cut(call, step, x) for x in inputs[:3])
-    return one_chunk.Chunk(q, k, v, a, b)
+    return one_chunk.Chunk(q, k, v, *gates)
 
 
-def _walk(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
-    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
+def _entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:
+    """What sequences are entered with, if there are initial states, and that or zeros."""
     starts = entering_states(call, inputs, cu_seqlens)
-    first = initial_states(call, inputs._replace(initial_state=starts))
+    return starts, initial_states(call, inputs._replace(initial_state=starts))
+
+
+def _by_chunks(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
     chunk = functools.partial(chunk_of, call, inputs)
-    return walk.forward(call, mathematics(call), chunk, starts, first, cu_seqlens, keep_states)
+    entered = _entered(call, inputs, cu_seqlens)
+    return walk.forward(call, mathematics(call), chunk, *entered, cu_seqlens, keep_states)
+
+
+def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
+    """The results alone."""
+    gates, einsum = functools.partial(_gates_of, call, inputs), walk.einsum_of(call)
+
+    def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
+        query, key, value = token
+        return decode.written(call, query, key, value, kept, einsum)
+
+    return token_walk.forward(call, step, inputs[:3], gates, *_entered(call, inputs, cu_seqlens), cu_seqlens)
 
 
 def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    def by_chunks() -> Results:
-        return _walk(call, inputs, cu_seqlens, keep_states=False)[0]
-
-    def by_tokens() -> Results:
-        return decode.steps(call, *inputs[:-1], initial_states(call, inputs), einsum=walk.einsum_of(call))
-
-    if decode.pays(call):
-        return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
-    return by_chunks()
+    return faster(
+        call,
+        "value" if call.value_decay else "key" if call.decay == "key" else "head",
+        lambda: _by_tokens(call, inputs, cu_seqlens),
+        lambda: _by_chunks(call, inputs, cu_seqlens, keep_states=False)[0],
+    )
 
 
 def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
-    results, starts = _walk(call, inputs, cu_seqlens, keep_states=True)
+    results, starts = _by_chunks(call, inputs, cu_seqlens, keep_states=True)
     return results, (inputs, cu_seqlens, starts)
 
 

@@ -1,0 +1,226 @@
+"""`python -m benchmarks.cpu_map`: the recurrences on a CPU beside a plain `lax.scan` over tokens, by size and gate.
+
+Both walks of ours are timed, token by token and chunk by chunk. The rows are kept as JSON, one file for each release of
+JAX, and `--table` makes of all of them the table that `ejkernel` chooses by.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import delta_rule
+from benchmarks.linear_recurrence import Arrays, forward, with_gradient
+from ejkernel import recurrent
+from ejkernel.bench.results import processor
+from ejkernel.bench.timing import compare, milliseconds
+from ejkernel.kernels.chunks import faster_walk
+
+KINDS = ("head", "key", "value", "delta")
+DIMS = (16, 64, 128, 256)
+TOKENS = (4, 16, 64, 256, 2048, 16384)
+HEADS = (4, 32)
+RESULTS = Path(__file__).parent / "results"
+TABLE = Path(faster_walk.__file__).with_name("faster_walk.json")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call: `B = 1`, `K = V = dim`, packed in sequences of uneven lengths or not, with gradients or not."""
+
+    kind: str  # whose gates the linear recurrence has, or the delta rule
+    heads: int
+    dim: int
+    tokens: int
+    packed: bool
+    gradient: bool
+
+    def __str__(self) -> str:
+        packed, both = (", packed" if self.packed else ""), (" + backward" if self.gradient else "")
+        return f"{self.kind}{packed}, H {self.heads} K V {self.dim} T {self.tokens}: forward{both}"
+
+
+def cells() -> Iterator[Cell]:
+    for each in itertools.starmap(Cell, itertools.product(KINDS, HEADS, DIMS, TOKENS, (False, True), (False, True))):
+        # what packing, many heads and gradients change shows at a few lengths
+        if each.packed and (each.heads > 4 or each.tokens != 2048 or each.gradient):
+            continue
+        if each.heads > 4 and (each.dim not in (64, 128) or each.tokens != 256 or each.gradient):
+            continue
+        if each.tokens > 2048 and each.dim != 64:
+            continue
+        if each.gradient and (each.tokens not in (4, 64, 2048) or each.dim > 64):
+            continue
+        yield each
+
+
+def borders(tokens: int) -> np.ndarray:
+    """Of sequences of 16 to 112 tokens and more."""
+    lengths = np.resize([3, 1, 7, 5], max(4, tokens // 64))
+    return np.concatenate([[0], np.cumsum(lengths) * tokens // lengths.sum()]).astype(np.int32)
+
+
+def arrays(cell: Cell) -> Arrays:
+    if cell.kind == "delta":
+        return delta_rule.arrays("delta_rule", cell.tokens, cell.heads, cell.dim)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (1, cell.tokens, cell.heads, cell.dim)
+    query, key, value = (jax.random.normal(k, shape) for k in keys[:3])
+    gates = jax.nn.log_sigmoid(jax.random.normal(keys[3], (*shape[:3], 1 if cell.kind == "head" else cell.dim)))
+    return {"query": query, "key": key, "value": value, "gv" if cell.kind == "value" else "gk": gates}
+
+
+def token_scan(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    gk: jax.Array | None = None,
+    gv: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    g: jax.Array | None = None,
+    first: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What everybody writes first; tokens that are `first` in their sequence forget what was before."""
+    scale = query.shape[-1] ** -0.5
+
+    def step(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, by_key, by_value, b, new = x
+        decay = None if by_key is None else jnp.exp(by_key)[..., None]
+        decay = decay if by_value is None else jnp.exp(by_value)[..., None, :]
+        if new is not None:
+            decay = jnp.where(new, 0, jnp.ones(()) if decay is None else decay)
+        state = state if decay is None else decay * state
+        v = v if b is None else b[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
+        state = state + k[..., None] * v[..., None, :]
+        return state, scale * jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    state = jnp.zeros((query.shape[0], *query.shape[2:], value.shape[-1]))
+    tokens = query, key, value, g if gk is None else gk, gv, beta
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    state, output = jax.lax.scan(step, state, (*by_token, first))
+    return jnp.moveaxis(output, 0, 1), state
+
+
+def candidates(cell: Cell) -> dict[str, Callable[[], Any]]:
+    """The scan and ours, compiled: both walks, or with gradients the one that has them."""
+    op = delta_rule.OPS["delta_rule"] if cell.kind == "delta" else recurrent
+    scan, ours = token_scan, op
+    if cell.packed:
+        at = borders(cell.tokens)
+        first = jnp.isin(jnp.arange(cell.tokens), at)
+
+        # the scan has no final states of packed sequences
+        def scan(**x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return token_scan(**x, first=first)[0], jnp.zeros(())
+
+        def ours(**x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return op(**x, cu_seqlens=at)[0], jnp.zeros(())
+
+    inputs, found = arrays(cell), {}
+
+    def compiled(function: Callable[..., Any]) -> Callable[[], Any]:
+        call = (with_gradient if cell.gradient else forward)(function, inputs)
+        return functools.partial(call.func.lower(inputs).compile(), inputs)
+
+    found["scan"] = compiled(scan)
+    for name in ("chunks",) if cell.gradient else ("tokens", "chunks"):
+        with faster_walk.forced(name == "tokens"):
+            found[name] = compiled(ours)
+    return found
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    """The cell's row."""
+    found = candidates(cell)
+    once = max(min(milliseconds(function) for _ in range(2)) for function in found.values())
+    # short calls many times a round, or the clock is what is measured
+    calls = max(1, int(3 / once))
+
+    def repeated(function: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: [function() for _ in range(calls)]
+
+    rounds = 3 if once > 150 else 7
+    rows = compare(str(cell), {name: repeated(each) for name, each in found.items()}, rounds=rounds)
+    # how many times as long as ours the scan takes
+    times = {f"{row.name}_times": float(f"{1 / row.ratio:.3g}") for row in rows[1:]}
+    return asdict(cell) | {"scan_ms": float(f"{rows[0].median_ms / calls:.4g}")} | times
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(*(row[name] for name in Cell.__dataclass_fields__))
+
+
+def table(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What `faster_walk` chooses by: `heads, dim, tokens, whether tokens were faster`.
+
+    By a tenth at least: between cells chunks gain more, by more heads and by more cores.
+    """
+    found: dict[str, Any] = {}
+    for report in reports:
+        kinds = found.setdefault(".".join(report["jax"].split(".")[:2]), {})
+        for row in report["rows"]:
+            if "tokens_times" in row:
+                points = kinds.setdefault(row["kind"], {}).setdefault("packed" if row["packed"] else "unpacked", [])
+                points.append(
+                    [row["heads"], row["dim"], row["tokens"], row["tokens_times"] > 1.1 * row["chunks_times"]]
+                )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_map", description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="fill JAX's compilation cache alone")
+    parser.add_argument("--table", action="store_true", help="make the table of the rows that there are")
+    parser.add_argument("--only", default="", help="cells whose name has this")
+    arguments = parser.parse_args()
+    if arguments.table:
+        reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_map_*.json"))]
+        TABLE.write_text(_lines(table(reports)))
+        return
+    file = RESULTS / f"cpu_map_{jax.__version__}.json"
+    found = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    found = {"jax": jax.__version__, "device": f"{processor()}, {os.cpu_count()} cores"} | found
+    known = {cell_of(row) for row in found["rows"]}
+    for cell in cells():
+        if arguments.only not in str(cell) or cell in known:
+            continue
+        if arguments.compile:
+            candidates(cell)
+            continue
+        row = measured(cell)
+        print(f"{cell}: tokens {row.get('tokens_times', '-')}, chunks {row['chunks_times']}", flush=True)
+        found["rows"].append(row)
+        _write(file, found)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in found["rows"])
+    facts = "".join(f"  {json.dumps(name)}: {json.dumps(found[name])},\n" for name in found if name != "rows")
+    path.write_text(f'{{\n{facts}  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+def _lines(found: dict[str, Any]) -> str:
+    """JSON with a line for each list of points."""
+    releases = []
+    for release, kinds in found.items():
+        lines = [
+            f"    {json.dumps(kind)}: {{\n"
+            + ",\n".join(f"      {json.dumps(what)}: {json.dumps(points)}" for what, points in by.items())
+            + "\n    }"
+            for kind, by in kinds.items()
+        ]
+        releases.append(f"  {json.dumps(release)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(releases) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cpu_map
+from ejkernel.kernels import _xla
+from ejkernel.kernels.chunks import faster_walk
+
+
+def test_table_is_what_was_measured():
+    reports = [json.loads(file.read_text()) for file in sorted(cpu_map.RESULTS.glob("cpu_map_*.json"))]
+    assert cpu_map.table(reports) == json.loads(cpu_map.TABLE.read_text())
+
+
+@pytest.mark.parametrize("release", json.loads(cpu_map.TABLE.read_text()))
+def test_every_measured_call_goes_the_faster_way(release):
+    found = faster_walk.measured(release)
+    assert {kind for kind, _ in found} == set(cpu_map.KINDS)
+    for (kind, packed), points in found.items():
+        for heads, dim, tokens, by_tokens in points:
+            if tokens <= 2048:
+                assert faster_walk.chosen(kind, packed, heads, dim, tokens, release) == by_tokens
+
+
+def test_other_releases_go_by_the_newest_that_is_not_newer():
+    releases = list(json.loads(cpu_map.TABLE.read_text()))
+    for release, like in (("0.9.1", releases[0]), (f"{releases[-1]}.7", releases[-1]), ("99.0", releases[-1])):
+        assert faster_walk.measured(release) == faster_walk.measured(like)
+
+
+@pytest.mark.parametrize("platform, dim, by_tokens", [("cpu", 16, True), ("cpu", 256, False), ("cuda", 16, False)])
+def test_small_states_go_token_by_token_on_a_cpu(platform, dim, by_tokens):
+    x = jax.ShapeDtypeStruct((1, 512, 4, dim), np.float32)
+    traced = jax.jit(lambda x: _xla.recurrent(x, x, x, g=-jnp.abs(x))).trace(x)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert (text.count("dot_general") == 1) == by_tokens
