@@ -48,7 +48,8 @@ def forward(
             own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, 1, 1), arrays)
             factor = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, 2, keepdims=False), factors)
             for each in _beside_states(factor):
-                state = each * state
+                # what never wrote may grow at any rate, also at one that overflows
+                state = jnp.where(state == 0, 0, each * state)
             read, state = step(own, state)
             return state, lax.dynamic_update_slice_in_dim(output, read, at, 1)
 
