@@ -370,10 +370,44 @@ def _beside(rows: list[dict[str, Any]]) -> str:
     return f"*{text}*" if by_tokens[-1] else text
 
 
+def _one_query() -> Iterator[list[str]]:
+    """Decoding beside einsums, by call, on two releases of JAX."""
+    names = ("flash_attention", "attention")
+    both = [_read(each) for each in ("calls_cpu", "calls_cpu_newest")]
+    heads = (f"`{name}`, JAX {each['jax']}" for each in both for name in names)
+    yield ["heads, dims, dtype", "keys", *heads]
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in both:
+        for row in each["rows"]:
+            if row["name"] in names and row["group"].startswith("one query, "):
+                _, keys, heads_and_dims, dtype = row["group"].split(", ")
+                call = f"{heads_and_dims}, {dtype}", keys.removesuffix(" keys")
+                found.setdefault(call, []).append(_times(row["ratio"]))
+    for call, cells in found.items():
+        yield [*call, *cells]
+
+
+def _overhead() -> Iterator[list[str]]:
+    """What calls cost beside `jax.nn.dot_product_attention`'s, by op."""
+    groups: dict[str, dict[str, Any]] = {}
+    for row in _read("calls_cpu")["rows"]:
+        if row["group"].startswith("overhead, "):
+            rows = groups.setdefault(row["group"].removeprefix("overhead, "), {})
+            rows[row["name"]] = row
+    yield ["", *(f"{group}, ms (times)" for group in groups)]
+    for name in next(iter(groups.values())):
+        rows = [each[name] for each in groups.values()]
+        said = (f"{row['median_ms']:.0f} ({_times(row['ratio'])})" for row in rows)
+        known = "jax.nn.dot_product_attention" if name == "jax.nn" else name
+        yield [f"`{known}`", *said]
+
+
 TABLES = {
     "cpu_map": lambda: _cpu_map(packed=False, gradient=False),
     "cpu_map_packed": lambda: _cpu_map(packed=True, gradient=False),
     "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
+    "one_query": _one_query,
+    "overhead": _overhead,
     "tpu_schedules": _schedules,
     "spread_time": _spread_time,
     "phases": _phases,

@@ -148,8 +148,8 @@ def flash_attention(
     The output of `attention` for the same arguments, dropout included, computed a block of queries and keys at a time
     with the online softmax. Two things differ: the output has the query's dtype unless another is given, and
     `attention_mask` and `bias` given together both apply. Keys that causality, the window or packing put out of sight
-    cost nothing. Gradients recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a
-    bias given as one.
+    cost nothing, or little with few queries on a CPU. Gradients recompute the scores; nothing of size `S × L` exists
+    forward or backward but a mask or a bias given as one.
 
     A NaN or inf in one row or packed sequence never reaches another.
 

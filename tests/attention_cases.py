@@ -62,6 +62,7 @@ GROUPED = {"heads": 4, "kv_heads": 2}
 CASES = [
     Case("plain"),
     Case("one token", queries=1, keys=1),
+    Case("one query, mask", queries=1, keys=19, key_dim=5, value_dim=3, mask_heads=2, sink_shape=(1,)),
     Case("more keys", queries=3, keys=7, value_dim=6),
     Case("causal", options={"causal": True}),
     Case("causal, more keys", queries=3, keys=7, options={"causal": True}),
@@ -146,6 +147,36 @@ OFFSET = [
         queries=4,
         keys=8,
         options={"sliding_window": (2, 2**30), "query_offset": np.array([2**31 - 1, 2**40, -(2**40), 1])},
+    ),
+]
+
+# few queries for each key, which a CPU multiplies without matrix products
+FEW = [
+    Case(
+        "one query, everything",
+        queries=1,
+        keys=9,
+        **GROUPED,
+        key_dim=5,
+        value_dim=3,
+        options={
+            "causal": True,
+            "sliding_window": (5, 0),
+            "query_offset": np.array([7, 2]),
+            "logits_soft_cap": 2.0,
+            "softmax_scale": 0.7,
+        },
+        mask_heads=4,
+        bias_heads=1,
+        sink_shape=(4, 2),
+    ),
+    Case("few queries, mask", queries=2, keys=19, **GROUPED, key_dim=1, mask_heads=2, dead=(1,)),
+    Case(
+        "few queries, packed",
+        batch=1,
+        queries=4,
+        keys=11,
+        options={"cu_seqlens": [0, 1, 3], "cu_seqlens_kv": [0, 4, 9], "query_offset": np.array([3, 2]), "causal": True},
     ),
 ]
 

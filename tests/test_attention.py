@@ -92,9 +92,12 @@ def test_dead_rows_have_zero_gradients():
     assert (gradient[:, :4] != 0).any()
 
 
-@pytest.mark.parametrize("options", [{"mask": True}, {"causal": True}, {"sliding_window": (9, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mask": True}, {"mask": True, "one": True}, {"causal": True}, {"sliding_window": (9, 1)}], ids=str
+)
 def test_padding_has_no_effect_even_if_it_is_nan(options):
     """Keys that nobody may attend to and queries that may attend nowhere."""
+    options = dict(options)
     random = np.random.default_rng(0)
     query, key, value = random.normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
     queries, keys = 6, 6
@@ -102,6 +105,8 @@ def test_padding_has_no_effect_even_if_it_is_nan(options):
         queries, keys = 4, 5
         mask = np.zeros((1, 1, 6, 6), bool)
         mask[..., :queries, :keys] = True
+        if options.pop("one", False):
+            query, mask, queries = query[:, :1], mask[:, :, :1], 1
         options = {"attention_mask": mask}
     else:
         query, keys = query[:, :4], 4 + options.get("sliding_window", (0, 0))[1]

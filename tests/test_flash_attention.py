@@ -12,6 +12,7 @@ from attention_cases import (
     BLOCKWISE,
     CASES,
     EMPTY,
+    FEW,
     OFFSET,
     PACKED,
     QUICK,
@@ -55,6 +56,32 @@ def test_matches_oracle(case, x64):
         case.arrays(),
         TOLERANCE["float64"],
     )
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries_match_oracle(case, x64):
+    """The same, with the blocks left to the library."""
+    check(
+        flash(case, return_lse=True, block_sizes=None),
+        lambda **arrays: oracle.flash_attention(**arrays, **case.options),
+        case.arrays(),
+        TOLERANCE["float64"],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_query_against_a_long_cache(dtype):
+    """However much of it is filled or in the window, and whatever lies in the rest."""
+    case = Case("", batch=1, queries=1, keys=4100, heads=2, kv_heads=1, key_dim=3, value_dim=2)
+    arrays = case.arrays(jnp.dtype(dtype))
+    run = jax.jit(lambda offset, **arrays: flash_attention(**arrays, query_offset=offset, **options))
+    options = {"causal": True, "sliding_window": (2000, 0)}
+    for offset in (0, 1024, 3000, 4099):
+        poisoned = {name: x.copy() for name, x in arrays.items()}
+        for name in ("key", "value"):
+            poisoned[name][:, offset + 1 :] = poisoned[name][:, : max(offset - 2000, 0)] = np.nan
+        expected = oracle.flash_attention(**arrays, query_offset=offset, **options)[0]
+        assert_close(run(offset, **poisoned), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +164,7 @@ def test_gradient_of_gradient(case, x64):
 
 def test_dropout_drops_what_attention_drops(x64):
     """The same weights whatever the blocks and the kind of key, and gradients that know which."""
-    arrays = CASES[0].arrays()
+    arrays = Case("", queries=4).arrays()
     drop = {"deterministic": False, "dropout_prob": 0.4, "dtype": None}
     kept = np.asarray(attention(**arrays, **drop, dropout_rng=jax.random.key(7))[1] != 0)
     assert 0.4 < kept.mean() < 0.8
@@ -145,7 +172,7 @@ def test_dropout_drops_what_attention_drops(x64):
     def expected(**arrays):
         return (oracle.attention(**arrays, kept=kept, dropout_prob=0.4)[0],)
 
-    for key, blocks in ((jax.random.key(7), BLOCKS), (jax.random.PRNGKey(7), (4, 5))):
+    for key, blocks in ((jax.random.key(7), BLOCKS), (jax.random.PRNGKey(7), (4, 5)), (jax.random.key(7), None)):
         function = flash(CASES[0], **drop, dropout_rng=key, block_sizes=blocks)
         check(lambda function=function, **arrays: (function(**arrays),), expected, arrays, TOLERANCE["float64"])
 

@@ -13,6 +13,9 @@ from ejkernel._checks.wording import Dims, fail
 
 def array(argument: str, x: Any) -> jax.Array:
     """`x` as a JAX array; anything that is no array (a list, `None`, a string) is a `TypeError`."""
+    # most calls: nothing to convert, which JAX takes long to find out (keys of random numbers have no weak types)
+    if isinstance(x, jax.Array) and not getattr(x, "weak_type", True):
+        return x
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{argument}: got {type(x).__name__}; expected an array")
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":

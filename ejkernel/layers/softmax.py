@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
-from ejkernel.attention import attention, flash_attention
+from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
 from ejkernel.layers._dtypes import checked, wide
 from ejkernel.layers._norm import RMSNorm
@@ -166,17 +166,8 @@ class MultiHeadAttention(nnx.Module):
         row = jnp.arange(x.shape[0])[:, None]
         keys = cache.key.at[row, at].set(key.astype(cache.key.dtype), mode="drop")
         values = cache.value.at[row, at].set(value.astype(cache.value.dtype), mode="drop")
-        options = self._options()
-        if x.shape[1] == 1:
-            # the weights of one query are few enough to hold, which is faster than going block by block
-            place = jnp.arange(cache.capacity)
-            seen = place <= at  # [B, capacity]
-            if (window := options.pop("sliding_window")) is not None:
-                seen &= place >= at - window[0]
-            output, _ = attention(query, keys, values, seen[:, None, None], dtype=None, **options)
-        else:
-            # causality, counted from the first query's position, also hides the empty rest of the cache
-            output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **options)
+        # causality, counted from the first query's position, also hides the empty rest of the cache
+        output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
         output = self._finish(output, gate)
         output = jnp.where(at[..., None] < cache.capacity, output, jnp.asarray(jnp.nan, output.dtype))
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])

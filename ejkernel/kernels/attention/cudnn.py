@@ -4,6 +4,7 @@ The limits in `supports` are those of JAX 0.10 to 0.12, read from their sources,
 test on a GPU compares its output and gradients with the oracle's.
 """
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -36,6 +37,7 @@ def slower(call: Call) -> str | None:
     return "attention_mask" if call.mask_shape is not None and call.bias_shape is None else None
 
 
+@functools.cache
 def _installed() -> str | None:
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     if not any(importlib.util.find_spec(each) for each in plugins):

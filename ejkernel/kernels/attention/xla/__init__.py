@@ -4,17 +4,18 @@ Gradients recompute the weights from what is kept of each row of scores: its lar
 `exp(score - top)`, `total`, both 0 where there is nothing to sum. Derivatives take `top` for a constant.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable
 from ejkernel.kernels.attention.masks import by_group
-from ejkernel.kernels.attention.xla import blocks
+from ejkernel.kernels.attention.xla import blocks, few_queries
 
 
 def supports(call: Call) -> str | None:
@@ -42,6 +43,9 @@ def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
 
 
 def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array, Array]:
+    if few_queries.pays(call):
+        few, many = (functools.partial(blocks.forward, call, inputs, few=each) for each in (True, False))
+        return lax.platform_dependent(cpu=few, default=many)
     return blocks.forward(call, inputs)
 
 

@@ -10,10 +10,11 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import Inputs, alike, cotangents, heads_first, heads_last
+from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
 
 
-def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Array, Array, Array]:
+def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = False) -> tuple[Array, Array, Array]:
     """The output `[B, S, H, Dv]`, and the `top` and `total` of each row of scores, `[B, S, H]`.
 
     `top` is the largest score or sink, a constant to derivatives, and `total` the sum of `exp(score - top)`; both are 0
@@ -21,8 +22,9 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Arra
     row would no longer sum to 1.
 
     With `every_block`, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
+    With `few`, products are those of `few_queries`, and keys are visited all at once.
     """
-    p = problem(call, inputs)
+    p = problem(call, inputs, few)
 
     def block(_: None, xs: tuple[Rows, Array]) -> Any:
         rows, query = xs
@@ -30,13 +32,17 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False) -> tuple[Arra
 
         def visit(columns: Columns, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, sums = carry
-            scores, _ = _scores(call, query, columns)
+            scores, _ = _scores(call, query, columns, few)
             new_top = jnp.maximum(top, lax.stop_gradient(scores).max(-1, keepdims=True))
             base = jnp.where(new_top == -jnp.inf, 0, new_top)
             weights, shrink = jnp.exp(scores - base), jnp.exp(top - base).astype(call.wide)
             total = total * shrink + weights.sum(-1, keepdims=True, dtype=call.wide)
             weights = _drop(p, rows, columns, weights)
-            return new_top, total, sums * shrink + _matmul(call, _narrow(weights, columns.value), columns.value)
+            if few:
+                added = few_queries.weighted(call, weights, columns.value)
+            else:
+                added = _matmul(call, _narrow(weights, columns.value), columns.value)
+            return new_top, total, sums * shrink + added
 
         shape = (*query.shape[:-1], 1)
         carry = jnp.full(shape, -jnp.inf, call.softmax_dtype), jnp.zeros(shape, call.wide)
@@ -110,9 +116,12 @@ def _shares(scores: Array, top: Array, share: Array) -> Array:
     return jnp.exp(jnp.minimum(scores - top, 0)) * share
 
 
-def _scores(call: Call, query: Array, columns: Columns) -> tuple[Array, Array | None]:
+def _scores(call: Call, query: Array, columns: Columns, few: bool = False) -> tuple[Array, Array | None]:
     """The scores `[B, Hkv, G, Bq, Bk]`, `-inf` where a pair may not attend, and the slope of the soft cap."""
-    scores = _matmul(call, query, columns.key.swapaxes(-1, -2)) * call.scale
+    if few:
+        scores = few_queries.scores(call, query, columns.key) * call.scale
+    else:
+        scores = _matmul(call, query, columns.key.swapaxes(-1, -2)) * call.scale
     slope = None
     if call.soft_cap is not None:
         bent = jnp.tanh(scores / call.soft_cap)

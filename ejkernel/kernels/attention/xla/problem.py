@@ -11,6 +11,7 @@ from jax import Array, lax
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, heads_first
 from ejkernel.kernels.attention.masks import by_group, live
+from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.layout import Layout, layout, seen_keys
 
 Carry = TypeVar("Carry")
@@ -22,8 +23,9 @@ class Problem:
 
     call: Call
     query: Array  # [B, Hkv, G, S, D]
-    key: Array  # [B, Hkv, L, D]
-    value: Array  # [B, Hkv, L, Dv]
+    key: Array  # [B, Hkv, L, D]; for few queries [B, L, Hkv, D]
+    value: Array  # [B, Hkv, L, Dv]; for few queries [B, L, Hkv, Dv]
+    few: bool
     mask: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1|L]
     bias: Array | None
     sinks: Array | None  # [1, 1|Hkv, 1|G, 1, sinks]
@@ -55,21 +57,24 @@ class Columns(NamedTuple):
     at: Array  # where it begins
     position: Array  # [Bk]
     new: Array  # [1, 1, Bk, 1]: keys in sight of some query of the block, and not visited before
-    key: Array  # [B, Hkv, Bk, D], 0 where not new
-    value: Array  # [B, Hkv, Bk, Dv], 0 where not new
+    key: Array  # [B, Hkv, Bk, D], 0 where not new; for few queries all the bits [B, Bk, Hkv, D]
+    value: Array  # [B, Hkv, Bk, Dv], 0 where not new; for few queries all the bits [B, Bk, Hkv, Dv]
     allowed: Array  # broadcasts to [B, Hkv, G, Bq, Bk]
     bias: Array | None  # broadcasts to [B, Hkv, G, Bq, Bk]
 
 
-def problem(call: Call, inputs: Inputs) -> Problem:
-    """`inputs` taken apart."""
-    query, key, value = heads_first(call, inputs.query), inputs.key.swapaxes(1, 2), inputs.value.swapaxes(1, 2)
+def problem(call: Call, inputs: Inputs, few: bool = False) -> Problem:
+    """`inputs` taken apart; for few queries, keys and values stay as they lie."""
+    query = heads_first(call, inputs.query)
+    key, value = (x if few else x.swapaxes(1, 2) for x in (inputs.key, inputs.value))
     mask = None if inputs.mask is None else by_group(call, inputs.mask, 1)
     alive = seen = None
     if mask is not None:
         # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
         alive, seen = live(mask)
-        query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+        query = jnp.where(alive, query, 0)
+        if not few:
+            key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     query_size, key_size = block_sizes(call)
     blocks = layout(call, query_size, inputs.cu_seqlens)
     offset = jnp.zeros(1, jnp.int32) if inputs.query_offset is None else inputs.query_offset
@@ -80,6 +85,7 @@ def problem(call: Call, inputs: Inputs) -> Problem:
         query,
         key,
         value,
+        few,
         mask,
         None if inputs.bias is None else by_group(call, inputs.bias, 1),
         None if inputs.sinks is None else by_group(call, inputs.sinks, 0)[None, :, :, None].astype(call.wide),
@@ -111,28 +117,40 @@ def over_keys(
     p: Problem, rows: Rows, visit: Callable[[Columns, Carry], Carry], carry: Carry, every_block: bool = False
 ) -> Carry:
     """Calls `visit` for each block of keys in sight of `rows`, or for as many as there can be."""
-    size, keys = p.key_size, p.call.keys
+    keys = p.call.keys
     first = jnp.where(rows.start < rows.stop, rows.start, keys).min()
     last = rows.stop.max()
     mask, bias = (_row_block(each, rows.token) for each in (p.mask, p.bias))
 
-    def step(i: Array, carry: Carry) -> Carry:
-        begin = first + i * size
+    def columns(begin: Array, size: int) -> Columns:
         at = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
         position = at + jnp.arange(size, dtype=at.dtype)
         new = ((position >= begin) & (position < last))[None, None, :, None]
-        key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in (p.key, p.value))
+        if p.few:
+            parts = (few_queries.bits(p.key), few_queries.bits(p.value))
+            key, value = (lax.dynamic_slice_in_dim(each, at, size, 1) for each in parts)
+        else:
+            parts = (p.key, p.value)
+            key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in parts)
         here = position[None, None]
         in_sight = (here >= rows.start[..., None]) & (here < rows.stop[..., None]) & new[:, :, :, 0]
         allowed = in_sight[:, None, None]
         if mask is not None:
             allowed &= _column_block(mask, at, size)
         added = None if bias is None else _column_block(bias, at, size)
-        return visit(Columns(at, position, new, key, value, allowed, added), carry)
+        return Columns(at, position, new, key, value, allowed, added)
+
+    if p.few:
+        sizes = few_queries.lengths(p.call)
+        programs = [lambda carry, size=size: visit(columns(first, size), carry) for size in sizes]
+        return lax.switch(sum(last - first > size for size in sizes[:-1]), programs, carry)
+
+    def step(i: Array, carry: Carry) -> Carry:
+        return visit(columns(first + i * p.key_size, p.key_size), carry)
 
     if every_block:
-        return lax.fori_loop(0, -(-keys // size), jax.checkpoint(step), carry)
-    return lax.fori_loop(0, -(-jnp.maximum(last - first, 0) // size), step, carry)
+        return lax.fori_loop(0, -(-keys // p.key_size), jax.checkpoint(step), carry)
+    return lax.fori_loop(0, -(-jnp.maximum(last - first, 0) // p.key_size), step, carry)
 
 
 def _row_block(x: Array | None, token: Array) -> Array | None:

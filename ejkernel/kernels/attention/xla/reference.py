@@ -1,5 +1,6 @@
 """Softmax attention that holds every weight at once, and returns them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ from jax import Array
 
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
-from ejkernel.kernels.attention.inputs import alike
+from ejkernel.kernels.attention.inputs import alike, heads_first, heads_last
 from ejkernel.kernels.attention.masks import allowed_pairs, by_group, live, live_by_position
+from ejkernel.kernels.attention.xla import few_queries
 
 
 def run(
@@ -23,43 +25,65 @@ def run(
     dropout_key: Array | None,
 ) -> tuple[Array, Array]:
     """The output `[B, S, H, Dv]` and the weights `[B, H, S, L]`."""
-    # heads first and a group's queries in one matmul: nothing of size S×L is ever transposed
-    query = query.reshape(call.batch, call.queries, call.kv_heads, call.groups, call.key_dim)
-    query = query.transpose(0, 2, 3, 1, 4)  # [B, Hkv, G, S, D]
-    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)  # [B, Hkv, L, ·]
+    query = heads_first(call, query)  # [B, Hkv, G, S, D]
     allowed = allowed_pairs(call, mask)
     positions = live_by_position(call) if mask is None or allowed is None else live(allowed)
     if positions is not None:
         # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
         alive, seen = positions
-        query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+        query = jnp.where(alive, query, 0)
+    else:
+        seen = None
 
-    weights = _weights(call, query, key, allowed, bias, sinks)  # [B, Hkv, G, S, L]
+    weights = _weights(call, _scores(call, query, key, seen), allowed, bias, sinks)  # [B, Hkv, G, S, L]
     if call.dropout:
         assert dropout_key is not None
         stays = kept(call, dropout_key, jnp.arange(call.queries), jnp.arange(call.keys))
         weights = jnp.where(stays, weights / (1 - call.dropout), 0)
 
-    rows = weights.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.keys)
-    # half-precision values keep their half-precision matmul, summed in float32
-    rows = rows.astype(value.dtype) if value.dtype.itemsize == 2 else rows
-    pair = alike(rows, value)
-    output = jnp.einsum("bnsl,bnld->bnsd", *pair, preferred_element_type=call.wide, precision=call.precision)
-    output = output.reshape(*weights.shape[:-1], call.value_dim)
+    output = _weighted(call, weights, value, seen)  # [B, Hkv, G, S, Dv]
     if positions is not None:
         output = jnp.where(alive, output, 0)
-    output = output.transpose(0, 3, 1, 2, 4).reshape(call.batch, call.queries, call.heads, call.value_dim)
+    output = heads_last(call, output)
     weights = weights.reshape(call.batch, call.heads, call.queries, call.keys)
     return output.astype(call.dtype), weights.astype(call.dtype)
 
 
-def _weights(
-    call: Call, query: Array, key: Array, allowed: Array | None, bias: Array | None, sinks: Array | None
-) -> Array:
-    rows = query.reshape(call.batch, call.kv_heads, call.groups * call.queries, call.key_dim)
-    pair = alike(rows, key)
-    scores = jnp.einsum("bnsd,bnld->bnsl", *pair, preferred_element_type=call.wide, precision=call.precision)
-    scores = scores.reshape(*query.shape[:-1], call.keys) * call.scale
+def _scores(call: Call, query: Array, key: Array, seen: Array | None) -> Array:
+    """Products of queries `[B, Hkv, G, S, D]` and keys `[B, L, Hkv, D]`, `[B, Hkv, G, S, L]`."""
+
+    def plain(query: Array, key: Array, seen: Array | None) -> Array:
+        key = key.swapaxes(1, 2)  # [B, Hkv, L, D]
+        return _matmul(call, "bnsd,bnld->bnsl", query, key if seen is None else jnp.where(seen, key, 0))
+
+    if few_queries.pays(call):
+        return few_queries.on_cpu(functools.partial(few_queries.scores, call), plain)(query, key, seen)
+    return plain(query, key, seen)
+
+
+def _weighted(call: Call, weights: Array, value: Array, seen: Array | None) -> Array:
+    """The sum of values `[B, L, Hkv, Dv]` by weights `[B, Hkv, G, S, L]`, `[B, Hkv, G, S, Dv]`."""
+
+    def plain(weights: Array, value: Array, seen: Array | None) -> Array:
+        # half-precision values keep their half-precision matmul, summed in float32
+        weights = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
+        value = value.swapaxes(1, 2)  # [B, Hkv, L, Dv]
+        return _matmul(call, "bnsl,bnld->bnsd", weights, value if seen is None else jnp.where(seen, value, 0))
+
+    if few_queries.pays(call):
+        return few_queries.on_cpu(functools.partial(few_queries.weighted, call), plain)(weights, value, seen)
+    return plain(weights, value, seen)
+
+
+def _matmul(call: Call, product: str, rows: Array, columns: Array) -> Array:
+    """A group's queries in one matmul: nothing of size S×L is ever transposed."""
+    pair = alike(rows.reshape(*rows.shape[:2], call.groups * call.queries, rows.shape[-1]), columns)
+    found = jnp.einsum(product, *pair, preferred_element_type=call.wide, precision=call.precision)
+    return found.reshape(*rows.shape[:-1], found.shape[-1])
+
+
+def _weights(call: Call, scores: Array, allowed: Array | None, bias: Array | None, sinks: Array | None) -> Array:
+    scores = scores * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     if bias is not None:
