@@ -14,6 +14,13 @@ from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas.plan import LANES, Sizes
 
 F32 = jnp.float32
+# where each kernel is; imported when one is launched
+DEVICE = {
+    "forward": "ejkernel.kernels.linear_recurrence.pallas.device.walk",
+    "backward": "ejkernel.kernels.linear_recurrence.pallas.device.walk",
+    "added": "ejkernel.kernels.linear_recurrence.pallas.device.states",
+    "returned": "ejkernel.kernels.linear_recurrence.pallas.device.states",
+}
 Block = tuple[tuple[int, ...], Any]  # its shape, and where it is: from row, program of heads, visit and the table
 
 
@@ -111,8 +118,7 @@ class Wiring:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        name = "states" if kernel in ("added", "returned") else "walk"
-        device = importlib.import_module(f"ejkernel.kernels.linear_recurrence.pallas.device.{name}")
+        device = importlib.import_module(DEVICE[kernel])
         like = next(iter(self.inputs.values()))
         names = (*self.inputs, *self.outputs, *scratch)
         results = pl.pallas_call(
