@@ -69,7 +69,6 @@ def backward(
         )
         leaves, tree = jax.tree.flatten(_pull(replace(call, right=right), *arguments))
         for place, each in zip(_kept(replace(call, right=right), len(arguments) > 3), (output, lse), strict=True):
-            assert (leaves[place].shape, leaves[place].dtype) == (each.shape, each.dtype)
             leaves[place] = each
         d_query, d_key, d_value = (each.swapaxes(1, 2) for each in jax.tree.unflatten(tree, leaves)(d_output))
         return [(d_query.astype(jnp.float32) * call.scale).astype(d_query.dtype), d_key, d_value]
@@ -146,5 +145,6 @@ def _kept(call: Call, packed: bool) -> tuple[int, int]:
     found = [(each.shape, np.dtype(each.dtype)) for each in leaves]
     output = ((call.batch, call.heads, sizes.queries, dims[1]), call.query_dtype)
     lse = ((call.batch, call.heads, sizes.queries), np.dtype(np.float32))
-    assert found.count(output) == found.count(lse) == 1, found
+    if not found.count(output) == found.count(lse) == 1:
+        raise NotImplementedError(f"splash attention of JAX {jax.__version__} keeps {found} for its backward pass")
     return found.index(output), found.index(lse)
