@@ -82,11 +82,13 @@ cpu-map: $(VENV)/.dev newest
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map --table
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
-# shows. Half an hour on two cores; interrupted, it goes on where it was.
+# shows. An hour on two cores; interrupted, it goes on where it was.
 TPU := JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu
 tpu: $(VENV)-tpu/.installed
 	$(TPU) --json benchmarks/results/tpu_compiled.json
 	$(TPU) --schedule --json benchmarks/results/tpu_schedules.json
+	$(TPU) --op delta_rule --json benchmarks/results/tpu_delta_rule_compiled.json
+	$(TPU) --op delta_rule --schedule --json benchmarks/results/tpu_delta_rule_schedules.json
 
 # The same for a training step on whole topologies, up to 256 chips, for docs/scaling.md.
 tpu-training: $(VENV)-tpu/.installed

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCHEDULED = 4  # cases whose schedules are read, which takes the compiler much longer
 UNIT = 128  # tokens of a head, by which kernels are compared
 
 
@@ -83,6 +82,25 @@ CASES = [
     Case("constant decay, packed", decay="constant", N=8, state=True),
 ]
 
+# of the delta rule
+DELTA_RULE = [
+    Case("head gates", decay="head"),
+    Case("key gates"),
+    Case("no gates", decay="none"),
+    Case("head gates, states, reverse", decay="head", state=True, reverse=True),
+    Case("head gates, shared queries and keys", decay="head", Hkv=2),
+    Case("head gates, packed", decay="head", N=8, state=True),
+    Case("key gates, packed", N=8, state=True),
+    Case("head gates, K = V = 64", decay="head", K=64, V=64),
+    Case("head gates, K = V = 256", decay="head", K=256, V=256),
+    Case("key gates, V = 256", V=256, state=True),
+    Case("head gates, float32", decay="head", dtype="float32"),
+    Case("key gates, float32", dtype="float32"),
+    Case("head gates, float32, K = V = 256", decay="head", dtype="float32", K=256, V=256),
+    Case("head gates, few tokens, float32, K = V = 256", decay="head", T=50, dtype="float32", K=256, V=256),
+    Case("key gates, few tokens, odd heads", T=100, H=3, Hkv=1, K=64, V=128, state=True),
+]
+
 
 @dataclass
 class Row:
@@ -105,7 +123,7 @@ def prepare(folder: str | None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 
 
-def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+def program(op: str, case: Case) -> tuple[Callable[..., Any], list[Any]]:
     """Output, final state and gradients, from arrays `[B, T, heads · D]` as a model's projections leave them."""
     import jax
     import jax.numpy as jnp
@@ -130,12 +148,21 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     if case.state:
         arrays["initial_state"] = shape(rows, H, K, V)
     borders = {"cu_seqlens": shape(case.N + 1, dtype=jnp.int32)} if case.N else {}
-    heads = {"query": H, "key": Hkv, "value": Hkv, "g": H}
+    heads = {"query": H, "key": Hkv, "value": Hkv}
+    if case.decay == "key" or op == "recurrent":
+        heads["g"] = H
+    front = ejkernel.recurrent
+    if op == "delta_rule":
+        arrays["beta"] = shape(B, T, H)
+        front = {"none": ejkernel.delta_rule, "head": ejkernel.gated_delta_rule, "key": ejkernel.kda}[case.decay]
+        # value heads that share queries and keys, as Gated DeltaNet's
+        arrays |= {"query": arrays["key"], "value": shape(B, T, H * V, dtype=case.dtype)}
+        heads |= {"query": Hkv, "value": H}
 
     def run(arrays: dict[str, Any], borders: dict[str, Any], d_output: Any) -> Any:
         def output(arrays: dict[str, Any]) -> Any:
             split = {name: x.reshape(B, T, heads[name], -1) if name in heads else x for name, x in arrays.items()}
-            found, state = ejkernel.recurrent(**split, **borders, reverse=case.reverse)
+            found, state = front(**split, **borders, reverse=case.reverse)
             return found.reshape(B, T, H * V), state
 
         results, pull = jax.vjp(output, arrays)
@@ -193,20 +220,24 @@ def bytes_of(text: str) -> dict[str, int]:
     return found
 
 
-def blocks_of(case: Case) -> int:
+def blocks_of(op: str, case: Case) -> int:
     """How often the loop of a kernel turns."""
     import jax
 
-    from ejkernel.kernels.linear_recurrence.call import Call
+    from ejkernel.kernels import delta_rule, linear_recurrence
     from ejkernel.kernels.linear_recurrence.pallas import plan
 
-    H, K, V, rows = case.H, case.K, case.V, case.N or case.B
-    call = Call(
-        batch=case.B, tokens=case.T, heads=H, key_dim=K, value_dim=V, sequences=rows, packed=case.N > 0,
-        decay=case.decay, value_decay=False, scale=1.0, reverse=case.reverse, dtype=jax.numpy.dtype(case.dtype),
-    )  # fmt: skip
-    arrays = [jax.ShapeDtypeStruct((case.B, case.T, heads, 1), call.dtype) for heads in (H, case.Hkv, case.Hkv)]
-    sizes = plan.sizes(call, *arrays)
+    H, K, V, rows, packed = case.H, case.K, case.V, case.N or case.B, case.N > 0
+    facts = {"decay": case.decay, "scale": 1.0, "reverse": case.reverse, "dtype": jax.numpy.dtype(case.dtype)}
+    call: Any
+    if op == "delta_rule":
+        call = delta_rule.call.Call(case.B, case.T, H, K, V, rows, packed, **facts)
+        sizes_of, own = delta_rule.pallas.plan.sizes, (case.Hkv, case.Hkv, H)
+    else:
+        call = linear_recurrence.call.Call(case.B, case.T, H, K, V, rows, packed, value_decay=False, **facts)
+        sizes_of, own = plan.sizes, (H, case.Hkv, case.Hkv)
+    arrays = [jax.ShapeDtypeStruct((case.B, case.T, heads, 1), call.dtype) for heads in own]
+    sizes = sizes_of(call, *arrays)
     return case.B * H // sizes.heads * plan.number_of_visits(call, sizes)
 
 
@@ -264,14 +295,14 @@ def attention(name: str, packed: bool) -> dict[str, int]:
     return {"kernels": kernels, "temporaries": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
+def measure(op: str, case: Case, name: str, folder: Path | None) -> Iterator[Row]:
     """The kernels of a case, compiled for a chip."""
     import jax
 
     chip = CHIPS[name]
     for path in folder.iterdir() if folder else ():
         path.unlink()
-    function, arguments = program(case)
+    function, arguments = program(op, case)
     start = time.perf_counter()
     compiled = compile_for(chip, jax.jit(function), *arguments)
     seconds = time.perf_counter() - start
@@ -281,7 +312,7 @@ def measure(case: Case, name: str, folder: Path | None) -> Iterator[Row]:
         bundles = 0.0
         if folder:
             (path,) = (each for each in folder.glob(f"*-{kernel}-*-final_bundles.txt") if "analysis" not in each.name)
-            bundles = steady(path) * blocks_of(case) / units
+            bundles = steady(path) * blocks_of(op, case) / units
         floor = moved / units / chip.bandwidth * chip.clock
         kind = "backward" if "backward" in kernel else "forward"
         yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
@@ -342,22 +373,36 @@ FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 }
 
 
-def origin() -> dict[str, str]:
-    """What rows depend on: the compiler, and the kernels and cases as a digest."""
-    folder = Path(__file__).parents[1] / "ejkernel/kernels/linear_recurrence"
-    paths = [folder / "call.py", folder / "differentiation.py", *sorted((folder / "pallas").rglob("*.py"))]
-    code = hashlib.sha256(repr((CASES, CHIPS)).encode())
-    for path in paths:
-        code.update(path.read_bytes())
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return {**versions, "code": code.hexdigest()[:16]}
+@dataclass(frozen=True)
+class Table:
+    """The cases of an op, and the kernels that serve them."""
+
+    cases: list[Case]
+    scheduled: int  # the first so many have their schedules read, which takes the compiler much longer
+    folders: tuple[str, ...]
+
+    def origin(self) -> dict[str, str]:
+        """What rows depend on: the compiler, and the kernels and cases as a digest."""
+        code = hashlib.sha256(repr((self.cases, CHIPS)).encode())
+        for name in self.folders:
+            folder = Path(__file__).parents[1] / "ejkernel/kernels" / name
+            for path in [folder / "call.py", folder / "differentiation.py", *sorted((folder / "pallas").rglob("*.py"))]:
+                code.update(path.read_bytes())
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+        return {**versions, "code": code.hexdigest()[:16]}
+
+
+TABLES = {
+    "recurrent": Table(CASES, 4, ("linear_recurrence",)),
+    "delta_rule": Table(DELTA_RULE, 3, ("delta_rule", "linear_recurrence")),
+}
 
 
 class Report:
     """Rows and what else was found; in a file, if there is one, which several processes may write to."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.origin = path, origin()
+    def __init__(self, path: Path | None, table: Table) -> None:
+        self.path, self.table, self.origin = path, table, table.origin()
         self.rows: dict[tuple[str, ...], Row] = {}
         self.found: dict[str, Any] = {}
         self.add()
@@ -375,7 +420,7 @@ class Report:
             file.seek(0)
             self._take_up(json.loads(file.read() or "{}"))
             file.truncate(0)
-            cases, chips = [case.name for case in CASES], list(CHIPS)
+            cases, chips = [case.name for case in self.table.cases], list(CHIPS)
             rows = sorted(self.rows.values(), key=lambda row: (cases.index(row.case), chips.index(row.chip)))
             content = {**self.origin, "rows": [asdict(row) for row in rows], **self.found}
             file.write(json.dumps(content, indent=1) + "\n")
@@ -397,28 +442,31 @@ def said(row: Row) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--op", default="recurrent", choices=TABLES)
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--cases", default="", help="only those whose name has this in it")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--schedule", action="store_true", help="read the schedules too, of the first cases")
     arguments = parser.parse_args()
-    report, refused = Report(arguments.json), 0
+    op, table = arguments.op, TABLES[arguments.op]
+    report, refused = Report(arguments.json, table), 0
     chips = arguments.chips.split(",")
     with tempfile.TemporaryDirectory() as dumps:
         folder = Path(dumps) if arguments.schedule else None
         prepare(dumps if arguments.schedule else None)
-        cases = [case for case in (CASES[:SCHEDULED] if folder else CASES) if arguments.cases in case.name]
+        chosen = table.cases[: table.scheduled] if folder else table.cases
+        cases = [case for case in chosen if arguments.cases in case.name]
         for case, chip in itertools.product(cases, chips):
             try:
                 rows = report.of(case, chip)
                 if not rows:
-                    rows = list(measure(case, chip, folder))
+                    rows = list(measure(op, case, chip, folder))
                     report.add(rows)
                 print(*map(said, rows), sep="\n", flush=True)
             except Exception as error:
                 refused += 1
                 print(f"{case.name:32s} {chip:6s} REFUSED: {str(error).strip()[:300]}", flush=True)
-        if not arguments.cases and not folder and set(chips) == set(CHIPS):
+        if op == "recurrent" and not arguments.cases and not folder and set(chips) == set(CHIPS):
             for kind, find in FOUND.items():
                 report.add(**{kind: find(chips)})
                 for name, each in report.found[kind].items():

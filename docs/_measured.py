@@ -203,9 +203,9 @@ def _flash() -> Iterator[list[str]]:
         yield [call, f"`{rows['forward']['chosen']}`", *cells]
 
 
-def _schedules() -> Iterator[list[str]]:
+def _schedules(name: str) -> Iterator[list[str]]:
     """Bundles and their share of the floor, kernels below one another, chips beside."""
-    rows = _read("tpu_schedules")["rows"]
+    rows = _read(name)["rows"]
     chips = list(dict.fromkeys(row["chip"] for row in rows))
     yield ["kernel", *chips]
     by_kernel: dict[tuple[str, str], dict[str, str]] = {}
@@ -288,9 +288,9 @@ def _tpu_training() -> Iterator[list[str]]:
         yield [f"`{row['topology']}`", f"{row['tokens']:,}", fits, *moved, ahead]
 
 
-def _compiled() -> Iterator[list[str]]:
+def _compiled(name: str) -> Iterator[list[str]]:
     """Largest temporaries of a case's program, in MiB, by chip."""
-    rows = _read("tpu_compiled")["rows"]
+    rows = _read(name)["rows"]
     chips = list(dict.fromkeys(row["chip"] for row in rows))
     yield ["call, with gradients", *chips]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -408,11 +408,13 @@ TABLES = {
     "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
     "one_query": _one_query,
     "overhead": _overhead,
-    "tpu_schedules": _schedules,
+    "tpu_schedules": lambda: _schedules("tpu_schedules"),
+    "tpu_delta_rule_schedules": lambda: _schedules("tpu_delta_rule_schedules"),
     "spread_time": _spread_time,
     "phases": _phases,
     "tpu_training": _tpu_training,
-    "tpu_compiled": _compiled,
+    "tpu_compiled": lambda: _compiled("tpu_compiled"),
+    "tpu_delta_rule_compiled": lambda: _compiled("tpu_delta_rule_compiled"),
     "tpu_sharded": _sharded,
     "layers": _layers,
     "layers_versions": _layers_versions,

@@ -1,4 +1,4 @@
-"""Calls of the delta rule on its Triton kernels, through the fronts, beside their float64 answers."""
+"""Calls of the delta rule on its kernels, through the fronts, beside their float64 answers."""
 
 import contextlib
 import sys
@@ -15,16 +15,20 @@ from ejkernel.kernels.delta_rule.call import Call
 
 
 @contextlib.contextmanager
-def on_triton():
-    """Within this the fronts run their kernels, whatever device that is for."""
+def on(kernels):
+    """Within this the fronts run these kernels, whatever device that is for."""
 
     def dispatch(implementations, call, *arrays, platform=None):
-        assert triton_gpu.supports(call) is None, triton_gpu.supports(call)
-        return triton_gpu.run(call, *arrays)
+        assert kernels.supports(call) is None, kernels.supports(call)
+        return kernels.run(call, *arrays)
 
     # the function of the same name hides the module
     with mock.patch.object(sys.modules["ejkernel.delta_rule"], "dispatch", dispatch):
         yield
+
+
+def on_triton():
+    return on(triton_gpu)
 
 
 def inputs(case, dtype, seed=0):

@@ -6,14 +6,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pallas_interpreter
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from triton_cases import NAMES, Case, assert_matches, burst, make, oracle, results
 
 import ejkernel
 from ejkernel.kernels import _pallas
 from ejkernel.kernels.linear_recurrence import pallas
-from ejkernel.kernels.linear_recurrence.pallas import plan
 from ejkernel.kernels.linear_recurrence.pallas.phases import PHASES
 
 BASE = Case("base", B=1, T=40, H=1, Hkv=1, K=64, V=64)
@@ -23,15 +22,8 @@ TOLERANCE = {"float32": {"decay": 1e-5, "other": 3e-6}, "bfloat16": {"decay": 1e
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    # small chunks, or compiling what the interpreter makes of them takes minutes
-    monkeypatch.setattr(plan, "CHUNK", 16)
-    monkeypatch.setattr(plan, "BLOCK", 32)
-    monkeypatch.setattr(_pallas, "INTERPRET", pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True))
-    yield
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-
-    races = interpreter.races
-    assert races is None or not races.races_found
+    with pallas_interpreter.interpreted(monkeypatch):
+        yield
 
 
 def compiled(case):

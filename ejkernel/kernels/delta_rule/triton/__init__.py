@@ -8,8 +8,11 @@ import numpy as np
 
 from ejkernel.kernels import _launch, _varying
 from ejkernel.kernels.delta_rule.call import Call
-from ejkernel.kernels.delta_rule.triton.recurrence import recurrence
+from ejkernel.kernels.delta_rule.differentiation import Kernels, recurrence
+from ejkernel.kernels.delta_rule.triton import passes
+from ejkernel.kernels.delta_rule.triton.launcher import Plan
 
+_KERNELS = Kernels(passes.forward, passes.backward)
 _LARGEST_KEY_DIM = 256
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
@@ -35,7 +38,8 @@ def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     tokens = [each.astype(dtype) for each in (query, key, value)]  # type: ignore[union-attr]
     rest = [_at_most_float32(each) for each in (beta, log_decay, state)]
     operands = _varying.align((*tokens, *rest, cu_seqlens))
-    output, last = recurrence(replace(call, dtype=dtype), *operands)
+    inner = replace(call, dtype=dtype)
+    output, last = recurrence(_KERNELS, inner, Plan.of(inner), *operands)
     return output.astype(call.dtype), last
 
 
