@@ -72,7 +72,7 @@ def main() -> int:
                     (path,) = (
                         each for each in folder.glob(f"*-{kernel}-*-final_bundles.txt") if "analysis" not in each.name
                     )
-                    bundles = steady(path) * blocks_of(case) / units
+                    bundles = steady(path) * blocks_of("recurrent", case) / units
                     found[kernel.split(".")[0].rpartition("_")[2]] = bundles, moved / units
                 for walk, first in WALKS.items():
                     (cycles, moved), (more_cycles, more) = found[walk], found[first]
