@@ -110,6 +110,8 @@ class Delta(NamedTuple):
         d_recalled = -rows(d_value.astype(dtype), seen)
         none = jnp.zeros((1, 1), F32)
         back = Mirrored(self.beta.down * d_below, d_recalled, jnp.zeros_like(d_recalled), none, none)
+        flow: Any
+        more: Any
         dq, dk, flow = self.reading.gradients(mirrored, d_state, state, reverse)
         if not exact:
             dq = dq + self._finer(mirrored.scores, reverse)
@@ -134,7 +136,9 @@ class Delta(NamedTuple):
 
     def _flow(self, mirrored: Mirrored, back: Mirrored, through: jax.Array, reverse: bool) -> Flow:
         """What crosses the gates of a head: what is read and what is recalled cancel, so they are rounded together."""
-        reading, recalling, (query, key) = self.reading, self.recalling, self.reading.operands
+        reading: Any = self.reading
+        recalling: Any = self.recalling
+        query, key = reading.operands
         exact = self.value.dtype == F32
         carried = mirrored.scores * _unrounded(reading) + back.scores * self.overlaps
         # what a token reads of itself crosses no gate
