@@ -164,7 +164,9 @@ def test_explains_what_xla_would_have_to_split(monkeypatch):
 
     def mapped(x):
         spec = jax.P("batch")
-        return jax.shard_map(lambda x: op(x, x, x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+        # splash does not say how its results vary, which a tracked `shard_map` asks for
+        tracked = name != "splash"
+        return jax.shard_map(lambda x: op(x, x, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=tracked)(x)
 
     for op, name in ((ejkernel.linear_attention, "pallas"), (ejkernel.flash_attention, "splash")):
         assert ejkernel.explain(op, plain, plain, plain).chosen["tpu"] == name
