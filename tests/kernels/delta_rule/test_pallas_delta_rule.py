@@ -63,7 +63,7 @@ CASES = [
     (
         "bfloat16",
         replace(BASE, name="head", tokens=20, **HEAD, state=None),
-        [{}, {"gate": "mixed", "beta": "any"}],
+        [{}, {"gate": "mixed", "beta": "any"}, {"gate": "mixed", "beta": "reflects"}],
     ),
     (
         "float32",

@@ -64,6 +64,10 @@ def test_packed(case):
     for kind in ("mild", "resets", "mixed"):
         arrays, cotangents = make(replace(case, gate=kind))
         check(run, case, arrays, cotangents)
+    # a gate that forgets everything has no gradient, not even where there is nothing to forget
+    forgetting = arrays[3].at[0, np.array([0, 6, 7, 17, 18, 42, 43])].set(-jnp.inf)
+    found = dict(zip(NAMES, run((*arrays[:3], forgetting, *arrays[4:]), cotangents), strict=False))
+    assert (np.asarray(found["decay"])[np.isneginf(forgetting)] == 0).all()
     clean = run(arrays, cotangents)
     # other borders in the same program, and what is past the last one
     padded = (*arrays[:6], jnp.array([0, 1, 20, 20, 37, 40]))
@@ -145,6 +149,20 @@ def test_exports_hold_the_kernels(monkeypatch, platforms):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         exported = jax.export.export(jax.jit(gradient), platforms=platforms)(x, gate)
     assert exported.mlir_module().count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("borders", [None, [0, 9, 40]])
+def test_few_tokens_of_wide_float32_heads_fill_the_lanes(monkeypatch, borders):
+    """Their chunks are half as long, and the TPU's lowering refuses gates of heads in blocks of half the lanes."""
+    monkeypatch.undo()  # chunks as long as they are
+    x, gate = jnp.ones((1, 40, 2, 256)), -jnp.ones((1, 40, 2))
+    options = {} if borders is None else {"cu_seqlens": np.array(borders, np.int32)}
+
+    def run(x, gate):
+        return ejkernel.simple_gla(x, x, x, gate, **options)
+
+    arrays = (x, gate) if borders is None else (x[0], gate[0])
+    assert "tpu_custom_call" in jax.export.export(jax.jit(run), platforms=["tpu"])(*arrays).mlir_module()
 
 
 def test_elsewhere_it_says_so(monkeypatch):

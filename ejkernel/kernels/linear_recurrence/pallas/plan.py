@@ -58,7 +58,8 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> Siz
     if call.packed:
         # each sequence has a block that is partly another's, and is gone through for either
         block = min(block, call.tokens // (4 * call.sequences))
-    chunks = max(1, min(block // chunk, -(-call.tokens // chunk)))
+    # no less than a whole chunk: tokens of head gates lie along lanes
+    chunks = max(CHUNK // chunk, min(block // chunk, -(-call.tokens // chunk)))
     return Sizes(
         key_dim=call.key_dim,
         value_dim=call.value_dim,

@@ -246,7 +246,8 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         walk.store("d_key", h, i, dk)
         walk.store("d_value", h, i, mirrored.value)
         if by_key and wanted:
-            walk.store("d_gates", h, i, flow)
+            # across a gate that forgets everything nothing flows, nor does what cancels leave its rounding there
+            walk.store("d_gates", h, i, jnp.where(walk.gates(h, i) <= LOWEST, 0, flow))
         return flow, mirrored.state
 
     strong = []
