@@ -3,7 +3,7 @@
 import functools
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ Block = tuple[tuple[int, ...], Any]  # its shape, and where it is: from row, pro
 @dataclass
 class Wiring:
     """Arrays are named as the device code names them."""
+
+    device: ClassVar[dict[str, str]] = DEVICE
+    family: ClassVar[str] = "recurrence"  # which kernels are named after
 
     call: Call
     sizes: Sizes
@@ -118,7 +121,7 @@ class Wiring:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        device = importlib.import_module(DEVICE[kernel])
+        device = importlib.import_module(self.device[kernel])
         like = next(iter(self.inputs.values()))
         names = (*self.inputs, *self.outputs, *scratch)
         results = pl.pallas_call(
@@ -133,7 +136,7 @@ class Wiring:
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             interpret=_pallas.INTERPRET or False,
-            name=f"recurrence_{self.call.decay}_{kernel}",
+            name=f"{self.family}_{self.call.decay}_{kernel}",
         )(_varying.like(self.table, like), *self.inputs.values())
         return dict(zip(self.outputs, results, strict=True))
 

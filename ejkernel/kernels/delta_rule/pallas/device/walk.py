@@ -80,26 +80,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     states, heads = arrays["states"], range(sizes.heads)
     old = number & 1  # one state is read while the other is written
     new = 1 - old
-
-    @pl.when(item.first != 0)
-    def _() -> None:
-        for h in heads:
-            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
-            if "initial" in arrays:
-                state = arrays["initial"][0, h].astype(F32).T
-                if sizes.decay == "head":
-                    state = grown(state, walk.first_gates()[h : h + 1])
-            states[old, h] = state
-
-    if sizes.masked:
-
-        @pl.when(item.fresh != 0)
-        def _() -> None:
-            arrays["output"][...] = jnp.zeros_like(arrays["output"])
-
-    if "met" in arrays:
-        for h in heads:
-            arrays["met"][0, 0, h] = states[old, h]
+    walk.begin(old)
 
     def visit(h: int, i: Any, delta: Delta, state: jax.Array) -> jax.Array:
         walk.store("output", h, i, delta.read(state))
@@ -146,22 +127,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
     d_states, heads = arrays["d_states"], range(sizes.heads)
     old = number & 1  # one state is read while the other is written
     new = 1 - old
-
-    @pl.when(item.last != 0)
-    def _() -> None:
-        for h in heads:
-            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
-            if "d_final" in arrays:
-                state = arrays["d_final"][0, h].T
-            d_states[old, h] = state
-
-    if sizes.masked:
-
-        @pl.when(item.fresh != 0)
-        def _() -> None:
-            for name in ("d_query", "d_key", "d_value", "d_beta", "d_gates"):
-                if name in arrays:
-                    arrays[name][...] = jnp.zeros_like(arrays[name])
+    walk.begin_back(old)
 
     def store_along(name: str, at_head: Any, i: Any, x: jax.Array) -> None:
         """Numbers of tokens that lie along the lanes."""
@@ -228,12 +194,4 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                     _, d_state = visit(h, i, delta, delta.adds(states[at]), states[at], d_states[new, h])
                     d_states[new, h] = grown(d_state, first)
 
-    if "d_initial" in arrays:
-
-        @pl.when(item.first != 0)
-        def _() -> None:
-            for h in heads:
-                d_state = d_states[new, h]
-                if sizes.decay == "head":
-                    d_state = grown(d_state, walk.first_gates()[h : h + 1])
-                arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
+    walk.end_back(new)

@@ -108,6 +108,63 @@ class Walk:
         order = list(range(self.sizes.chunks))
         return order[::-1] if self.sizes.reverse != backward else order
 
+    def begin(self, old: Any) -> None:
+        """Before a visit: the state that a sequence starts from is put in place, and what the visit meets is kept."""
+        sizes, arrays, states = self.sizes, self.arrays, self.arrays["states"]
+
+        @pl.when(self.item.first != 0)
+        def _() -> None:
+            for h in range(sizes.heads):
+                state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
+                if "initial" in arrays:
+                    state = self._through_first_gate(h, arrays["initial"][0, h].astype(F32).T)
+                states[old, h] = state
+
+        self._clear("output")
+        if "met" in arrays:
+            for h in range(sizes.heads):
+                arrays["met"][0, 0, h] = states[old, h]
+
+    def begin_back(self, old: Any) -> None:
+        """Before a visit of the way back: likewise the cotangent of the state that a sequence ends with."""
+        sizes, arrays = self.sizes, self.arrays
+
+        @pl.when(self.item.last != 0)
+        def _() -> None:
+            for h in range(sizes.heads):
+                state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
+                if "d_final" in arrays:
+                    state = arrays["d_final"][0, h].T
+                arrays["d_states"][old, h] = state
+
+        self._clear("d_query", "d_key", "d_value", "d_beta", "d_gates")
+
+    def end_back(self, new: Any) -> None:
+        """After it: the cotangent of the state that the sequence started from."""
+        arrays = self.arrays
+        if "d_initial" in arrays:
+
+            @pl.when(self.item.first != 0)
+            def _() -> None:
+                for h in range(self.sizes.heads):
+                    d_state = self._through_first_gate(h, arrays["d_states"][new, h])
+                    arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
+
+    def _through_first_gate(self, head: int, state: jax.Array) -> jax.Array:
+        """Key gates are multiplied with where their chunk is; those of heads leave their first one out there."""
+        by_head = self.sizes.decay in ("head", "constant")
+        return grown(state, self.first_gates()[head : head + 1]) if by_head else state
+
+    def _clear(self, *names: str) -> None:
+        """What the block's tokens that are nobody's will have in these arrays."""
+        if self.sizes.masked:
+
+            @pl.when(self.item.fresh != 0)
+            def _() -> None:
+                for name in names:
+                    if name in self.arrays:
+                        self.arrays[name][...] = jnp.zeros_like(self.arrays[name])
+
 
 def grown(x: jax.Array, log_decay: jax.Array | None) -> jax.Array:
     """`x · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
@@ -127,26 +184,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     states, heads = arrays["states"], range(sizes.heads)
     old = number & 1  # one state is read while the other is written
     new = 1 - old
-
-    @pl.when(item.first != 0)
-    def _() -> None:
-        for h in heads:
-            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
-            if "initial" in arrays:
-                state = arrays["initial"][0, h].astype(F32).T
-                if sizes.decay in ("head", "constant"):
-                    state = grown(state, walk.first_gates()[h : h + 1])
-            states[old, h] = state
-
-    if sizes.masked:
-
-        @pl.when(item.fresh != 0)
-        def _() -> None:
-            arrays["output"][...] = jnp.zeros_like(arrays["output"])
-
-    if "met" in arrays:
-        for h in heads:
-            arrays["met"][0, 0, h] = states[old, h]
+    walk.begin(old)
 
     def visit(h: int, i: Any, chunk: chunks.Chunk, state: jax.Array) -> jax.Array:
         value = walk.rows_of("value", h, i)
@@ -221,21 +259,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
     new = 1 - old
     by_key = sizes.decay == "key"
     wanted = "d_gates" in arrays
-
-    @pl.when(item.last != 0)
-    def _() -> None:
-        for h in heads:
-            state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
-            if "d_final" in arrays:
-                state = arrays["d_final"][0, h].T
-            d_states[old, h] = state
-
-    if sizes.masked:
-
-        @pl.when(item.fresh != 0)
-        def _() -> None:
-            for name in ("d_query", "d_key", "d_value", *(["d_gates"] if wanted else [])):
-                arrays[name][...] = jnp.zeros_like(arrays[name])
+    walk.begin_back(old)
 
     def visit(h: int, i: Any, chunk: Any, state: jax.Array, d_state: jax.Array) -> tuple[Any, jax.Array]:
         """Stores a chunk's gradients; gives what crosses its gates, and the cotangent of the state at its start."""
@@ -312,12 +336,4 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
                     as_needed(walk, h, i, go_on)
 
-    if "d_initial" in arrays:
-
-        @pl.when(item.first != 0)
-        def _() -> None:
-            for h in heads:
-                d_state = d_states[new, h]
-                if sizes.decay in ("head", "constant"):
-                    d_state = grown(d_state, walk.first_gates()[h : h + 1])
-                arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
+    walk.end_back(new)
