@@ -100,6 +100,7 @@ SHAPES = [
     {"name": "no-state", "state": False},
     {"name": "shared-heads", "Hkv": 1},
     {"name": "shared-queries", "shared": (1, 1, 4), "V": 64},
+    {"name": "shared-queries-whole", "shared": (1, 1, 4), "V": 64, "T": 320},
     {"name": "shared-by-each", "shared": (2, 1, 4)},
     {"name": "odd-dims", "K": 72, "V": 40},
     {"name": "reverse", "reverse": True},
@@ -273,9 +274,10 @@ def test_every_configuration(monkeypatch, memory, dim, wide, decay):
     check(replace(case, dtype="float32" if wide else "bfloat16"))
 
 
+@pytest.mark.parametrize("tokens, dim", [(2100, 64), (2048, 128)])
 @pytest.mark.parametrize("decay", ["head", "key"])
-def test_time_in_segments(decay):
-    check(replace(BASE, B=1, H=2, Hkv=2, T=2100, K=64, V=64, decay=decay))
+def test_time_in_segments(decay, tokens, dim):
+    check(replace(BASE, B=1, H=2, Hkv=2, T=tokens, K=dim, V=dim, decay=decay))
 
 
 @pytest.mark.parametrize("case", [{"T": 1}, {"T": 5}, {"lengths": (1, 2, 0, 1), "T": 5}], ids=str)

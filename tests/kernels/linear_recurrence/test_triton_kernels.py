@@ -273,7 +273,7 @@ WIDE = [
 def test_dims_in_parts(monkeypatch, case):
     """More dims than a program carries, the last part of them not full."""
     tile = replace(SMALL.output, columns=16)
-    parts = replace(SMALL, output=tile, gradient=tile, dots=tile, unfold=16)
+    parts = replace(SMALL, output=tile, gradient=tile, dots=tile, segments=tile, unfold=16)
     monkeypatch.setattr(configs, "configure", lambda *_: parts)
     check(case)
 

@@ -35,7 +35,10 @@ class Config:
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
         dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting (with
             rows that are tokens, in three stages whatever it says).
+        segments: Instead of `output` for the states of time segments alone.
         unfold: Key dims that a program unfolds where there would be few programs.
+        halved: Stages of `output` where the value dims fill half of its rows, so that two programs fit on a
+            multiprocessor.
     """
 
     chunk: int
@@ -48,7 +51,9 @@ class Config:
     step: Tile
     fill: int
     dots: Tile | None = None
+    segments: Tile | None = None
     unfold: int = 128
+    halved: int | None = None
 
 
 _STEP = Tile(64, 4, 1)
@@ -57,15 +62,15 @@ _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
         64: Config(64, 4, 80.0, "ieee", Tile(128, 4, 3), Tile(128, 4, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 3)),
         128: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2), 64),
+            *(_STEP, 132, Tile(64, 4, 2), Tile(64, 4, 3), 64, 2),
         ),
         256: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1)),
-            *(_STEP, 132, None, 32),
+            *(_STEP, 132, None, None, 32),
         ),
         512: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2, 128), 32),
+            *(_STEP, 132, Tile(64, 4, 2, 128), None, 32),
         ),
     },
     MEDIUM: {

@@ -63,10 +63,10 @@ class Launcher:
 
     @property
     def by_token(self) -> bool:
-        """Whether row dots in bfloat16 come from the kernel whose rows are tokens: as far as it was run on a GPU."""
+        """Whether row dots in bfloat16 come from the kernel whose rows are tokens: where it was timed on a GPU."""
         call = self.call
-        run = self.whole and call.key_dim == 128 and call.value_dim == 128
-        return run and call.dtype == jnp.bfloat16 and self.config.dots is not None
+        timed = self.whole and call.key_dim == 128 and call.value_dim in (64, 128)
+        return timed and call.dtype == jnp.bfloat16 and self.config.dots is not None
 
     def blocks(self, length: int) -> int:
         if self.call.packed:

@@ -106,6 +106,8 @@ def walk(
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
     block = min(tile.block, max(padded(z_dim), fewest))
+    if role == "output" and call.decay == "head" and config.halved and 2 * block <= tile.block:
+        tile = replace(tile, stages=config.halved)
     # as much of the state a warp as the tile was measured with
     tile = replace(tile, block=block, warps=max(4, tile.warps * block // tile.block))
     x_block = min(padded(x_dim), tile.columns)
@@ -190,7 +192,7 @@ def segments(
     last: bool = False,
 ) -> Segments:
     """What each time segment adds to a state, and its decay; those that sequences end with only if `last`."""
-    tile = launcher.config.output
+    tile = launcher.config.segments or launcher.config.output
     own = walk(launcher, "segment", None, y, z, gates, None, tile=tile, reverse=reverse, other=other, last=last)
     return own.last, own.borders
 
