@@ -98,8 +98,15 @@ tpu-training: $(VENV)-tpu/.installed
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
 
+# A new environment with the newest pip, which reads an index in a third of the time of one that is years old; where
+# Python has no pip that could install it, the one that comes with Python.
+define environment
+$(1) -m venv --without-pip $(2)
+$(1) -m pip --python $(2)/bin/python install --no-compile --quiet --disable-pip-version-check pip || $(1) -m venv $(2)
+endef
+
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(call environment,$(PYTHON),$(VENV))
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	@echo "installing into $(VENV), which takes about half a minute"
@@ -111,13 +118,13 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(VENV)-peers/.peers: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-peers
+	$(call environment,$(PYTHON),$(VENV)-peers)
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_PEERS) torch
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[layers,peers]'
 	touch $@
 
 $(VENV)-newest/.test: pyproject.toml
-	$(NEWEST) -m venv $(VENV)-newest
+	$(call environment,$(NEWEST),$(VENV)-newest)
 	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --upgrade jax -e '.[test]'
 	touch $@
 
@@ -130,6 +137,6 @@ $(VENV)/.docs: $(VENV)/.dev
 	touch $@
 
 $(VENV)-tpu/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-tpu
+	$(call environment,$(PYTHON),$(VENV)-tpu)
 	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]' jaxtyping flax
 	touch $@

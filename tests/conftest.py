@@ -39,6 +39,14 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+def run_parts(parts):
+    """For scripts that tests start: calls those of `parts`, by name, that the command line names."""
+    pytest_collection_finish()
+    for part in sys.argv[1:]:
+        print(part, flush=True)  # an error is the last one's
+        with_room(parts[part])
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Programs of one file are of no use to the next, and thousands of them are gigabytes."""
     if nextitem is None or nextitem.path != item.path:

@@ -1,7 +1,6 @@
 """What `test_parallel.py` runs on virtual devices, a part at a time; more in `mesh_checks.py` and others."""
 
 import importlib
-import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from conftest import assert_close, with_room
+from conftest import assert_close, run_parts
 from delta_rule_cases import Case as DeltaCase
 from gradients import split, with_gradients
 from linear_attention_cases import Case
@@ -318,8 +317,4 @@ def layers():
 
 if __name__ == "__main__":
     every = (values, twice, tree, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
-    parts = {each.__name__: each for each in every}
-    parts |= MESH_PARTS | RING_PARTS
-    for part in sys.argv[1:]:
-        print(part, flush=True)  # an error is the last one's
-        with_room(parts[part])
+    run_parts({each.__name__: each for each in every} | MESH_PARTS | RING_PARTS)

@@ -1,7 +1,6 @@
 """What `test_properties_parallel.py` runs on virtual devices: drawn calls against one device, and leaks."""
 
 import functools
-import sys
 from dataclasses import replace
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import test_bits
 from attention_cases import Case as SoftmaxCase
 from attention_cases import results_and_gradients
-from conftest import assert_close, with_room
+from conftest import assert_close, run_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from linear_attention_cases import Case
@@ -118,7 +117,4 @@ def leaks():
 
 
 if __name__ == "__main__":
-    parts = {each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)}
-    for part in sys.argv[1:]:
-        print(part, flush=True)  # an error is the last one's
-        with_room(parts[part])
+    run_parts({each.__name__: each for each in (recurrence, attention, meshes, shard_maps, leaks)})

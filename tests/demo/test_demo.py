@@ -221,5 +221,7 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
 def test_make_says_that_it_installs_before_it_does(tmp_path):
     command = ["make", "--dry-run", "demo", f"VENV={tmp_path / 'venv'}"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    told, installed = (next(at for at, line in enumerate(lines) if part in line) for part in ("installing", "pip "))
+    told, installed = (
+        next(at for at, line in enumerate(lines) if part in line) for part in ("installing", "pip install ")
+    )
     assert told < installed

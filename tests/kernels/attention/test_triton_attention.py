@@ -18,7 +18,7 @@ from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
 from ejkernel.kernels.attention import triton, xla
-from ejkernel.kernels.attention.triton import plan
+from ejkernel.kernels.attention.triton import backward, plan
 from ejkernel.kernels.attention.triton.plan import Config, Tile
 from ejkernel.parallel import ring_attention
 
@@ -48,7 +48,8 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
 def interpreter(monkeypatch):
     monkeypatch.setattr(plan, "configure", lambda *facts: SMALL[facts[-1]])
     monkeypatch.setattr(plan, "FEW_ROWS", 0)
-    monkeypatch.setattr(plan, "FILL", 16)
+    for module in (plan, backward):
+        monkeypatch.setattr(module, "FILL", 16)
     chosen = Implementation("triton", None, triton.supports, triton.run)
     other = Implementation("xla", None, xla.supports, xla.run)
     monkeypatch.setattr(sys.modules["ejkernel.attention"], "FLASH_ATTENTION", (chosen, other))
