@@ -106,17 +106,19 @@ def _gradients(
     common: dict[str, Any] = {"dtype": F32, "other": values}
     forth = common | {"gate_gradient": query}
     back = common | {"gate_gradient": key, "start_scale": 1.0 if plan.segmented(call) else scale}
-    of_output = walk(launcher, "output", q, k, v, keys, first, tile=plan.config.output, **forth)
     back_to_start = back | {"last": initial_state is not None, "last_scale": call.scale}
     of_value = walk(launcher, "dvalue", k, q, do, keys, ends, tile=plan.config.output, **back_to_start)
-    of_query = walk(launcher, "dquery", do, v, k, keys, first, tile=plan.config.gradient, **forth)
     of_key = walk(launcher, "dkey", v, do, q, keys, ends, tile=plan.config.gradient, **back)
-    hats = q, k, of_query.output, of_key.output, of_query.borders, of_key.borders
+    forth_to_value = forth | {"tile": plan.config.output, "meets": of_value.borders}
+    of_output = walk(launcher, "output", q, k, v, keys, first, **forth_to_value)
+    forth_to_key = forth | {"tile": plan.config.gradient, "meets": of_key.borders}
+    of_query = walk(launcher, "dquery", do, v, k, keys, first, **forth_to_key)
+    hats = q, k, of_query.output, of_key.output, of_query.borders
     hat = shape(*q.shape, dtype=call.dtype)
-    dquery, dkey, dgate = unfold_all(launcher, gates[0], keys, hats, [hat, hat], None, values)
-    hats = do, v, of_output.output, of_value.output, of_output.borders, of_value.borders
+    dquery, dkey, dgate = unfold_all(launcher, gates[0], keys, hats, [hat, hat], None)
+    hats = do, v, of_output.output, of_value.output, of_output.borders
     hat = shape(*v.shape, dtype=call.dtype)
-    _, dvalue, dvalue_gate = unfold_all(turned, gates[1], values, hats, [hat, hat], None, keys)
+    _, dvalue, dvalue_gate = unfold_all(turned, gates[1], values, hats, [hat, hat], None)
     of_tokens = (passes.sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
     dstart = None if initial_state is None else of_value.last.astype(initial_state.dtype)
     return (*of_tokens, (dgate, dvalue_gate), dstart)

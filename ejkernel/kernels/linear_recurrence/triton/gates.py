@@ -54,41 +54,31 @@ def head_gate_gradient(
     log_decay: jax.Array,
     query_dots: jax.Array,
     key_dots: jax.Array,
-    memory: jax.Array,
-    dmemory: jax.Array,
+    met: jax.Array,
     first: jax.Array | None,
 ) -> jax.Array:
     """The gradient of one gate a head and token, from what the walks of query and key leave."""
-    kernels, call, config = device("head_gates"), launcher.call, launcher.config
+    call, config = launcher.call, launcher.config
     length = config.chunk * launcher.plan.group
     groups = launcher.blocks(length)
-    shared: dict[str, Any] = {"length": length, "H": call.heads, "C": config.chunk, "G": launcher.plan.group}
-    (border,) = launcher.launch(
-        kernels.meet_states,
-        *(memory, dmemory),
-        outputs=[shape(groups, call.heads)],
-        programs=groups * call.heads,
-        tile=Tile(16, 4, 1),
-        K=call.key_dim,
-        V=call.value_dim,
-        BK=padded(call.key_dim),
-        SCALE=float(call.scale),
-        **shared,
-    )
     block = min(4, 1 << (call.heads - 1).bit_length())
     (dgate,) = launcher.launch(
-        kernels.sum_head_gates,
-        *(log_decay, query_dots, key_dots, border, first),
+        device("head_gates").sum_head_gates,
+        *(log_decay, query_dots, key_dots, met, first),
         outputs=[shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
         programs=groups * cdiv(call.heads, block),
         tile=Tile(block, 8, 1),
+        length=length,
+        H=call.heads,
         BH=block,
         NZ=query_dots.shape[2],
+        C=config.chunk,
+        G=launcher.plan.group,
         DECAY=call.decay,
+        SCALE=float(call.scale),
         FINE=call.decay == "constant" and call.dtype == F32,
         START=first is not None,
         FLIP=call.reverse,
-        **shared,
     )
     return dgate
 
@@ -257,10 +247,10 @@ def unfold_key_gates(
 ) -> list[jax.Array]:
     """Gradients of query, key and key gates from those of the folded query and key."""
     call = launcher.call
-    qhat, khat, dqhat, dkhat, *borders = hats
+    qhat, khat, dqhat, dkhat, met = hats
     gradients = [shape(call.batch, call.tokens, call.heads, call.key_dim, dtype=each) for each in dtypes]
     summand, *found = _exact_gradients(launcher, arrays, gates, doutput, dqhat, dkhat, gradients)
-    return unfold_all(launcher, arrays[3], gates, (qhat, khat, summand, dkhat, *borders), gradients, found)
+    return unfold_all(launcher, arrays[3], gates, (qhat, khat, summand, dkhat, met), gradients, found)
 
 
 def unfold_all(
@@ -270,11 +260,10 @@ def unfold_all(
     hats: Any,
     gradients: list[Any],
     flagged: list[jax.Array] | None,
-    other: Gates | None = None,
 ) -> list[jax.Array]:
     """Gradients of query, key and gates; those of query and key may be there of flagged chunks."""
     call, config = launcher.call, launcher.config
-    qhat, khat, summand, dkhat, memory, dmemory = hats
+    qhat, khat, summand, dkhat, met = hats
     group = config.chunk * launcher.plan.group
     groups = launcher.blocks(group) * call.heads
     # few programs have too little of memory on its way at once
@@ -290,24 +279,21 @@ def unfold_all(
             gates.late,
             gates.flag,
             gates.factor,
-            memory,
-            dmemory,
-            other and other.factor,
+            met,
             *(flagged or (None, None)),
         ),
         outputs=[*gradients, shape(*gradients[0].shape, dtype=log_decay.dtype)],
         programs=groups * parts,
         tile=Tile(width, 1, 1),
         length=group,
-        aliases={11: 0, 12: 1} if flagged else None,
+        aliases={9: 0, 10: 1} if flagged else None,
         H=call.heads,
         K=call.key_dim,
-        V=call.value_dim,
         BK=width,
         C=config.chunk,
         G=launcher.plan.group,
         PARTS=summand.shape[-1] // call.key_dim,
+        MET=met.shape[2],
         SCALE=float(call.scale),
-        BOTH=other is not None,
         FLIP=call.reverse,
     )

@@ -111,13 +111,6 @@ def backward(
     if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
         # the kernel whose rows are tokens knows gates of each token alone
         gates = fold_head_gates(launcher, log_decay)
-    of_query = walk(
-        *(launcher, "dquery", doutput, value, khat, gates, first),
-        tile=tile,
-        dtype=F32 if is_key else by_query,
-        gate_gradient=query if wanted else None,
-        in_parts=is_key,
-    )
     of_key = walk(
         *(launcher, "dkey", value, doutput, qhat, gates, ends),
         tile=tile,
@@ -126,15 +119,23 @@ def backward(
         gate_gradient=key if wanted else None,
         in_parts=is_key,
     )
+    of_query = walk(
+        *(launcher, "dquery", doutput, value, khat, gates, first),
+        tile=tile,
+        dtype=F32 if is_key else by_query,
+        gate_gradient=query if wanted else None,
+        meets=of_key.borders if wanted else None,
+        in_parts=is_key,
+    )
     dquery, dkey, dvalue, dstart = of_query.output, of_key.output, of_value.output, of_value.last
     dgate = None
     if is_key:
-        hats = (qhat, khat, dquery, dkey, of_query.borders, of_key.borders)
+        hats = (qhat, khat, dquery, dkey, of_query.borders)
         dquery, dkey, dgate = unfold_key_gates(launcher, arrays, gates, doutput, hats, (by_query, by_key))
     elif wanted:
         met = None if initial_state is None else _met(initial_state.astype(F32), dstart)
-        borders = of_query.borders, of_key.borders
-        dgate = head_gate_gradient(launcher, log_decay, of_query.rowdots, of_key.rowdots, *borders, met)
+        dots = of_query.rowdots, of_key.rowdots
+        dgate = head_gate_gradient(launcher, log_decay, *dots, of_query.borders, met)
         if call.decay == "constant":
             dgate = _sum_tokens(call, dgate, cu_seqlens)
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)

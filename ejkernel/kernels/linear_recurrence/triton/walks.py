@@ -64,7 +64,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class Walked:
-    """What a walk gives, as far as its role does; segments' decays come in the place of borders."""
+    """What a walk gives, as far as its role does; segments' decays come in the place of borders.
+
+    At the borders of groups it is a state's gradient in reverse, and forward what the states are that meet it.
+    """
 
     output: jax.Array
     last: jax.Array
@@ -88,11 +91,13 @@ def walk(
     start_scale: float = 1.0,
     last_scale: float = 1.0,
     gate_gradient: jax.Array | None = None,
+    meets: jax.Array | None = None,
     other: Gates | None = None,
     in_parts: bool = False,
 ) -> Walked:
     """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself.
 
+    `meets` is what the walk in reverse has left at the borders, which the one forward needs for that.
     `other` are the gates of the value dims, beside those of the key dims. With more dims of x than a program carries
     the output is a sum, which is left to the caller where it may come `in_parts`, side by side.
     """
@@ -101,7 +106,7 @@ def walk(
     reverse = reverse or role in ("dvalue", "dkey")
     rowdot = None if call.decay == "key" else gate_gradient
     # a folded key meets states as its rows see them
-    border = 0 if gate_gradient is None else 2 if call.decay == "key" and reverse else 1
+    border = 0 if gate_gradient is None else 3 if not reverse else 2 if call.decay == "key" else 1
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
@@ -125,11 +130,12 @@ def walk(
             None if rowdot is None else shape(call.batch, call.tokens, sums * parts, call.heads),
             None,
         ]
-        if border:
+        if border == 3:
+            outputs[3] = shape(n_groups, call.heads, *((sums, z_dim) if call.decay == "key" else (sums * parts,)))
+        elif border:
+            # one of the two that meet as its own walk has rounded it, so that what cancels takes its error along
             seen = F32 if call.dtype == jnp.float16 else y.dtype
-            size = (call.heads, call.value_dim, call.key_dim)
-            # one of the two as its own walk has rounded it, so that what cancels takes its error along
-            outputs[3] = shape(n_groups, *size, dtype=seen if reverse else F32)
+            outputs[3] = shape(n_groups, call.heads, z_dim, x_dim, dtype=seen)
     x_heads, y_heads, z_heads, w_heads = (call.heads if each is None else each.shape[2] for each in (x, y, z, rowdot))
     sizes = Shape(
         heads=call.heads,
@@ -155,7 +161,7 @@ def walk(
     decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
     kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None)
     results: list[Any] = [None] * 4
-    given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start)
+    given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start, meets)
     by_token = rowdot is not None and decay == "head" and launcher.by_token
     for strong in range(2 if decay == "head" else 1):
         kernel, cut = device("walk").walk, tile

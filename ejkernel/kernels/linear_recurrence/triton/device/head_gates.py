@@ -74,40 +74,6 @@ def fold_head_gates(
 
 
 @triton.jit
-def meet_states(
-    p_state,
-    p_dstate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_out,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    SCALE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """⟨S, dS⟩ at the later end of each group of chunks: the gradient of the gate that comes next."""
-    ROWS: tl.constexpr = 16
-    i_program = tl.program_id(0)
-    _, i_j, _, n_rows, _ = locate(i_program // H, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
-    o_v = tl.arange(0, ROWS)
-    o_k = tl.arange(0, BK)
-    b_sum = tl.zeros([ROWS, BK], tl.float32)
-    if i_j * (C * G) < n_rows:
-        for i_v in range(0, V, ROWS):
-            o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
-            m_state = (i_v + o_v < V)[:, None] & (o_k < K)[None, :]
-            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
-            b_sum += b_state * tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
-    tl.store(p_out + i_program, tl.sum(tl.sum(b_sum, 1), 0) * SCALE)
-
-
-@triton.jit
 def sum_head_gates(
     p_gate,
     p_query,
@@ -125,6 +91,7 @@ def sum_head_gates(
     C: tl.constexpr,
     G: tl.constexpr,
     DECAY: tl.constexpr,
+    SCALE: tl.constexpr,
     FINE: tl.constexpr,
     START: tl.constexpr,
     PACKED: tl.constexpr,
@@ -159,9 +126,12 @@ def sum_head_gates(
             b_query = b_query.to(tl.float64)
             b_key = b_key.to(tl.float64)
         b_sum = b_query - b_key
-        p_end = p_border + i_block.to(tl.int64) * H + o_h
-        b_end = tl.load(p_end, mask=m_h, other=0.0)
-        b_start = tl.load(p_end - H, mask=m_h & (i_j > 0), other=0.0)
+        p_end = p_border + (i_block.to(tl.int64) * H + o_h) * NZ
+        b_end = tl.zeros([BH], tl.float32)
+        b_start = tl.zeros([BH], tl.float32)
+        for i_z in tl.static_range(NZ):
+            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * SCALE
+            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * SCALE
         if START:
             b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start

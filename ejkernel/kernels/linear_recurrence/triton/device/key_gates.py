@@ -220,9 +220,7 @@ def unfold_gates(
     p_late,
     p_flag,
     p_factor,
-    p_state,
-    p_dstate,
-    p_other,
+    p_met,
     p_dq_in,
     p_dk_in,
     p_cu,
@@ -234,23 +232,21 @@ def unfold_gates(
     p_dgate,
     H: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
     G: tl.constexpr,
     PARTS: tl.constexpr,
+    MET: tl.constexpr,
     SCALE: tl.constexpr,
-    BOTH: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
 ):
     """dq and dk from dq̂ and dk̂, and the gates' gradient: sums to the end of a group of q·dq - k·dk and S·dS there.
 
     Of a flagged chunk, dq and dk are there already and dq̂ holds the summands. dq̂ and dk̂ come in parts to be added, of
-    which the first holds those.
+    which the first holds those, and S·dS in MET parts.
     """
     SIGN: tl.constexpr = 1 if FLIP else -1
-    ROWS: tl.constexpr = 8
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
     i_h = i_program % H
@@ -263,19 +259,8 @@ def unfold_gates(
     b_sum = tl.zeros([BK], tl.float32)
     if n_chunks > 0:
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
-        o_v = tl.arange(0, ROWS)
-        b_met = tl.zeros([ROWS, BK], tl.float32)
-        for i_v in range(0, V, ROWS):
-            o_state = i_program.to(tl.int64) * (K * V) + (i_v + o_v)[:, None] * K + o_k[None, :]
-            m_state = (i_v + o_v < V)[:, None] & m_k[None, :]
-            b_state = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
-            b_dstate = tl.load(p_dstate + o_state, mask=m_state, other=0.0).to(tl.float32)
-            if BOTH:
-                # the value dims decay on their way there as well
-                p_reach = p_other + i_last * (4 * V) + 2 * V + i_v + o_v
-                b_dstate = b_dstate / tl.load(p_reach, mask=i_v + o_v < V, other=1.0)[:, None]
-            b_met += b_state * b_dstate
-        b_sum = tl.sum(b_met, 0)
+        for i_part in tl.static_range(MET):
+            b_sum += tl.load(p_met + (i_program.to(tl.int64) * MET + i_part) * K + o_k, mask=m_k, other=0.0)
         b_reach = tl.load(p_factor + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
         b_sum = b_sum * SCALE / tl.where(tl.load(p_flag + i_last) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):

@@ -20,6 +20,7 @@ def walk_with_row_dots(
     p_other,
     p_flag,
     p_start,
+    p_dstate,
     p_out_in,
     p_last_in,
     p_rowdot_in,
@@ -104,14 +105,15 @@ def walk_with_row_dots(
     # what is left of a chunk's own decay is due when the state is next multiplied anyway
     b_due = 1.0
     n_groups = tl.cdiv(n_steps, G)
-    # a loop of its own for each group: a branch that stores the state would take registers from every chunk
-    for i_turn in range(0, n_groups):
+    # a loop of its own for each group: a branch that stores or loads a state would take registers from every chunk, and
+    # so would addresses that are the same in every turn, where there are none to spare
+    for i_turn in tl.range(0, n_groups, disable_licm=BX > 64):
         i_group = i_turn
         if REVERSE:
             i_group = n_groups - 1 - i_turn
-        # as the registers have it: only the other walk's is multiplied with it, where the same programs are flagged
-        p_here = p_border + ((i_group0 + i_group) * H + i_h) * (DX * DZ) + o_state
+        i_border = (i_group0 + i_group) * H + i_h
         if REVERSE:
+            p_here = p_border + i_border * (DX * DZ) + o_state
             tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
         i_lowest = i_from + i_group * G
         n_turns = tl.minimum(n_steps - i_group * G, G)
@@ -163,4 +165,6 @@ def walk_with_row_dots(
             p_dots = p_rowdot + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
             tl.store(p_dots, b_rowdot, mask=m_write)
         if not REVERSE:
-            tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
+            b_met = tl.load(p_dstate + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
+            b_met = tl.sum(tl.sum(b_met * (b_state * b_due), 1), 0)
+            tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, b_met)

@@ -22,6 +22,7 @@ def walk(
     p_other,
     p_flag,
     p_start,
+    p_dstate,
     p_out_in,
     p_last_in,
     p_rowdot_in,
@@ -57,8 +58,9 @@ def walk(
     weights of rows (head), or the scores of flagged chunks (key).
     Where x has more dims than a program carries, each part of them has its own program, and gives a part of the sum
     that the output is.
-    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER stores the state at the
-    later end of each group of G chunks: 1 as it is, 2 as the rows of x see it.
+    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER is about the later end of
+    each group of G chunks: a walk in reverse stores its state there, 1 as it is, 2 as the rows of x see it; the walk
+    forward, 3, meets these in `p_dstate`, and stores the sums of their products, of each row or for a head of all.
     With gates of both key and value dims `p_other` has the decays of the value dims, and z and the output are folded.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case. The second one gets the
@@ -130,7 +132,7 @@ def walk(
     if FLIP:
         o_t = -o_r
     o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
-    o_border = o_z[:, None] + o_x[None, :] * DZ
+    o_border = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
     i_xh = i_h // (H // HX)
     i_yh = i_h // (H // HY)
@@ -181,7 +183,7 @@ def walk(
         m_w = (i_row + o_r < n_read) & (n_steps > 0)
         b_w = load_rows(p_w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
-    if (BORDER == 1) and REVERSE:
+    if BORDER == 1:
         if n_steps > 0:
             i_border = i_group0 + (i_from + n_steps - 1) // G
             p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
@@ -386,16 +388,24 @@ def walk(
             if BOTH:
                 b_whole_row = b_whole_row * tl.reshape(b_other_before * b_other_after, [BZ])
         if BORDER == 1:
-            # the state at a group's later end: forward it has just left the group, in reverse it is about to enter it
-            if REVERSE:
-                is_border = (i_c % G == 0) & (i_step + 1 < n_steps)
-            else:
-                is_border = (i_c % G == G - 1) | (i_step + 1 == n_steps)
-            if is_border:
-                i_border = i_group0 + i_c // G - (1 if REVERSE else 0)
-                p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
+            # about to enter the group before
+            if (i_c % G == 0) & (i_step + 1 < n_steps):
+                p_here = p_border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
                 b_true = b_state * (b_due[:, None] if RANGED else b_due)
                 tl.store(p_here, b_true.to(p_border.dtype.element_ty), mask=m_state)
+        if BORDER == 3:
+            if (i_c % G == G - 1) | (i_step + 1 == n_steps):
+                i_border = (i_group0 + i_c // G) * H + i_h
+                b_met = tl.load(p_dstate + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
+                if BOTH:
+                    # the dims of x decay on their way there as well
+                    p_reach = (p_factor if KEY_COLUMNS else p_other) + i_chunk * (4 * DX) + 2 * DX + o_x
+                    b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
+                b_met = tl.sum(b_met * (b_state * (b_due[:, None] if RANGED else b_due)), 1)
+                if KEYED:
+                    tl.store(p_border + (i_border * NX + i_x) * DZ + o_z, b_met, mask=o_z < DZ)
+                else:
+                    tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, tl.sum(b_met, 0))
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * (b_due[:, None] if RANGED else b_due)
 
