@@ -1,5 +1,6 @@
 """The examples, shortened, do what they say. `multihost.py` has a test of its own."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -17,6 +18,19 @@ def output_of(script, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def printed_by(monkeypatch, capsys):
+    """What an example prints whose devices are those of the tests: run here, which saves the start of Python."""
+
+    def run(script, *arguments):
+        monkeypatch.syspath_prepend(FOLDER)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        importlib.import_module(script.removesuffix(".py")).main()
+        return capsys.readouterr().out
+
+    return run
 
 
 def numbers(pattern, text):
@@ -129,8 +143,8 @@ def test_hybrid_trains_on_a_mesh_and_goes_on_on_another():
     assert "(16, 32) of a kernel (32, 32) in float32" in output and "(8, 32) of a kernel (32, 32)" in output
 
 
-def test_training_packed_learns_to_repeat_and_leaks_nothing():
-    output = output_of("train_packed.py", "--steps", 40, "--width", 32)
+def test_training_packed_learns_to_repeat_and_leaks_nothing(printed_by):
+    output = printed_by("train_packed.py", "--steps", 40, "--width", 32)
     repeated, new = numbers(r"repeated ([\d.]+)", output), numbers(r"new ([\d.]+)", output)
     (guessing,) = numbers(r"costs ([\d.]+) nats", output)
     assert repeated[-1] < guessing - 0.5
@@ -141,8 +155,8 @@ def test_training_packed_learns_to_repeat_and_leaks_nothing():
     assert "40 different packings, 1 compilation" in output
 
 
-def test_decoding_from_cached_states_agrees_with_one_pass():
-    output = output_of("decode.py", "--tokens", 5, "--width", 16)
+def test_decoding_from_cached_states_agrees_with_one_pass(printed_by):
+    output = printed_by("decode.py", "--tokens", 5, "--width", 16)
     errors = numbers(r"([\d.e+-]+) from one pass", output)
     assert len(errors) == 4 and max(errors) < 1e-5
     # a state does not grow with its prompt

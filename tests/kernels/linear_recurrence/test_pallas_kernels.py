@@ -32,7 +32,9 @@ def compiled(case):
 
 
 def check(run, case, arrays, cotangents):
-    assert_matches(run(arrays, cotangents), oracle(case.call, arrays, cotangents), TOLERANCE[case.dtype])
+    found = run(arrays, cotangents)
+    assert_matches(found, oracle(case.call, arrays, cotangents), TOLERANCE[case.dtype])
+    return found
 
 
 # one compilation each, for gates that take either path or both
@@ -63,12 +65,11 @@ def test_packed(case):
     run = compiled(case)
     for kind in ("mild", "resets", "mixed"):
         arrays, cotangents = make(replace(case, gate=kind))
-        check(run, case, arrays, cotangents)
+        clean = check(run, case, arrays, cotangents)
     # a gate that forgets everything has no gradient, not even where there is nothing to forget
     forgetting = arrays[3].at[0, np.array([0, 6, 7, 17, 18, 42, 43])].set(-jnp.inf)
     found = dict(zip(NAMES, run((*arrays[:3], forgetting, *arrays[4:]), cotangents), strict=False))
     assert (np.asarray(found["decay"])[np.isneginf(forgetting)] == 0).all()
-    clean = run(arrays, cotangents)
     # other borders in the same program, and what is past the last one
     padded = (*arrays[:6], jnp.array([0, 1, 20, 20, 37, 40]))
     check(run, case, padded, cotangents)
