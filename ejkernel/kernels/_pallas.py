@@ -18,16 +18,22 @@ Run = Callable[..., Sequence[jax.Array]]
 INTERPRET: Any = None
 
 
-def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array) -> Sequence[jax.Array]:
+def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any) -> Sequence[jax.Array]:
     """`run(*arrays)`, which has kernels in it; `instead`, which has none, where XLA would have to split them.
 
-    The first array decides over which axes of a mesh the results vary.
+    The first array decides over which axes of a mesh the results vary. Some may be absent.
     """
     if INTERPRET is not None:
         # an interpreter has effects, which no operation may hide
         return _by_default(run, *arrays)
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def filled(function: Run, *leaves: jax.Array) -> Sequence[jax.Array]:
+        return function(*jax.tree.unflatten(tree, leaves))
+
+    run, instead = (functools.partial(filled, each) for each in (run, instead))
     shapes = tuple((each.shape, each.dtype) for each in results)
-    return _kernel().bind(*arrays, run=run, instead=instead, results=shapes)
+    return _kernel().bind(*leaves, run=run, instead=instead, results=shapes)
 
 
 @functools.cache

@@ -13,23 +13,13 @@ from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurren
 from ejkernel.kernels.linear_recurrence.pallas import passes, plan
 
 _KERNELS = Kernels(passes.forward, passes.backward)
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float32)}
-_LARGEST_DIM = 256
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float32"
     if call.value_decay:
         return "decay along the value dims (gv) has no Pallas kernel"
-    if any(dim % 64 or not 0 < dim <= _LARGEST_DIM for dim in (call.key_dim, call.value_dim)):
-        return f"head dims K={call.key_dim}, V={call.value_dim}; it takes multiples of 64 up to {_LARGEST_DIM}"
-    if jax.export.is_symbolic_dim(call.batch):
-        return "a batch that is known only when the program runs"
-    if 0 in (call.batch, call.tokens, call.heads, call.sequences):
-        return "an array without elements"
-    return plan.scale_served(call.scale)
+    return plan.supports(call)
 
 
 def run(
@@ -53,12 +43,5 @@ def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *othe
     # a query that was scaled comes in float32; it may be rounded as its keys are
     half = call.dtype == key.dtype == value.dtype == jnp.bfloat16
     dtype = np.dtype(jnp.bfloat16 if half else np.float32)
-    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(_served, others)]
+    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(plan.served, others)]
     return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
-
-
-def _served(x: jax.Array | None) -> jax.Array | None:
-    """`x` in a dtype that TPUs have."""
-    if x is None or x.dtype in _DTYPES or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return x.astype(np.float32)

@@ -1,7 +1,8 @@
 """A call's forward and backward on a TPU, each one walk over its tokens."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas import plan, step
 from ejkernel.kernels.linear_recurrence.pallas.plan import Sizes
 from ejkernel.kernels.linear_recurrence.pallas.wiring import F32, Wiring
+
+W = TypeVar("W", bound=Wiring)
+TOKENS = "query", "key", "value"
 
 
 def forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> tuple[Any, ...]:
@@ -26,7 +30,7 @@ def forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> tuple[Any, ..
         found = xla.run(call, *arrays[:4], None, *arrays[4:])
         return [*found, *(jnp.zeros(each.shape, each.dtype) for each in results[2:])]
 
-    found = _launch(functools.partial(_forward, keep, call, sizes), instead, results, arrays)
+    found = _pallas.launch(functools.partial(_forward, keep, call, sizes), instead, results, *arrays)
     return found[0], found[1], found[2] if keep else None
 
 
@@ -52,7 +56,7 @@ def backward(
     if met is None:
         found = iter(instead(*given))  # one step's is XLA's
     else:
-        found = iter(_launch(functools.partial(_backward, wanted, call, sizes), instead, results, given))
+        found = iter(_pallas.launch(functools.partial(_backward, wanted, call, sizes), instead, results, *given))
     gradients = [next(found) if moves else None for moves in moving]
     if inputs[3] is not None and not wanted:
         gradients[3] = jnp.zeros_like(inputs[3])
@@ -66,7 +70,7 @@ def added(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
         return [xla.run(call, key, key, value, log_decay, None, None, cu_seqlens)[1]]
 
     run = functools.partial(_for_states, call, sizes, ("key", "value", "final"), "added", call.reverse)
-    return _launch(run, instead, [_states(call)], arrays)[0]
+    return _pallas.launch(run, instead, [_states(call)], *arrays)[0]
 
 
 def returned(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
@@ -80,7 +84,7 @@ def returned(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
         return [jax.vjp(read, start)[1](d_output)[0]]
 
     run = functools.partial(_for_states, call, sizes, ("query", "d_output", "d_initial"), "returned", not call.reverse)
-    return _launch(run, instead, [_states(call)], arrays)[0]
+    return _pallas.launch(run, instead, [_states(call)], *arrays)[0]
 
 
 def _for_states(
@@ -101,27 +105,37 @@ def _states(call: Call) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((call.sequences, call.heads, call.key_dim, call.value_dim), F32)
 
 
-def _launch(run: Any, instead: Any, results: Any, arrays: Any) -> Any:
-    """`run(*arrays)`, of which some may be absent, or `instead`."""
-    present = [x is not None for x in arrays]
-
-    def filled(function: Any, *given: jax.Array) -> Any:
-        rest = iter(given)
-        return function(*(next(rest) if there else None for there in present))
-
-    given = [x for x in arrays if x is not None]
-    return _pallas.launch(functools.partial(filled, run), functools.partial(filled, instead), results, *given)
-
-
 def _forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Array]:
-    query, key, value, log_decay, initial, cu_seqlens = arrays
+    *inputs, initial, cu_seqlens = arrays
     if step.serves(call):
         return step.step(call, *arrays[:5])
-    wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), call.reverse))
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    wiring = wired(Wiring, call, sizes, inputs, cu_seqlens, back=False)
+    return walk_forward(wiring, initial, keep)
+
+
+def _backward(wanted: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Array]:
+    *inputs, initial, cu_seqlens, met, d_output, d_final = arrays
+    *tokens, log_decay = inputs
+    wiring = wired(Wiring, call, sizes, inputs, cu_seqlens, back=True)
+    gates = log_decay if wanted else None
+    results = walk_backward(wiring, tokens, gates, initial, met, d_output, d_final, cu_seqlens)
+    return list(results.values())
+
+
+def wired(kind: type[W], call: Any, sizes: Sizes, inputs: Sequence[Any], cu_seqlens: jax.Array | None, back: bool) -> W:
+    """A kernel that reads query, key, value and gates."""
+    *tokens, log_decay = inputs
+    wiring = kind(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), call.reverse != back))
+    for name, x in zip(TOKENS, tokens, strict=True):
         wiring.read_tokens(name, x)
     if log_decay is not None:
         wiring.read_gates(log_decay)
+    return wiring
+
+
+def walk_forward(wiring: Wiring, initial: jax.Array | None, keep: bool) -> list[jax.Array]:
+    """Output, final states and, if they are kept, the states that visits meet."""
+    call, sizes = wiring.call, wiring.sizes
     if initial is not None:
         wiring.read_states("initial", initial)
     wiring.write_tokens("output", call.value_dim, call.dtype)
@@ -132,20 +146,26 @@ def _forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Arr
     return [wiring.by_head(results.pop("output")), *results.values()]
 
 
-def _backward(wanted: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Array]:
-    query, key, value, log_decay, initial, cu_seqlens, met, d_output, d_final = arrays
-    wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), not call.reverse))
-    for name, x in (("query", query), ("key", key), ("value", value), ("d_output", d_output)):
-        wiring.read_tokens(name, x)
-    if log_decay is not None:
-        wiring.read_gates(log_decay)
+def walk_backward(
+    wiring: Wiring,
+    tokens: Sequence[jax.Array],
+    log_decay: jax.Array | None,
+    initial: jax.Array | None,
+    met: jax.Array,
+    d_output: jax.Array,
+    d_final: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Cotangents by name: of query, key and value, of the log decay and the initial state if these are given."""
+    call, sizes = wiring.call, wiring.sizes
+    wiring.read_tokens("d_output", d_output)
     wiring.read_met(met)
     if d_final is not None:
         wiring.read_states("d_final", d_final)
-    for name, x in (("d_query", query), ("d_key", key), ("d_value", value)):
+    for name, x in zip(TOKENS, tokens, strict=True):
         # those of heads that share an array are added up in float32
-        wiring.write_tokens(name, x.shape[3], x.dtype if x.shape[2] == call.heads else F32)
-    if wanted and log_decay is not None:
+        wiring.write_tokens(f"d_{name}", x.shape[3], x.dtype if x.shape[2] == call.heads else F32)
+    if log_decay is not None:
         wiring.write_gates(log_decay)
     if initial is not None:
         wiring.write_states("d_initial", initial.dtype)
@@ -154,11 +174,11 @@ def _backward(wanted: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.
     if call.decay == "key":
         scratch["states"] = (sizes.chunks + 1, *state)
     results = wiring.run("backward", scratch)
-    for name, x in (("d_query", query), ("d_key", key), ("d_value", value)):
-        results[name] = _sum_shared(x, wiring.by_head(results[name]))
-    if "d_gates" in results:
-        results["d_gates"] = _gate_gradient(call, log_decay, results["d_gates"], cu_seqlens)
-    return list(results.values())
+    for name, x in zip(TOKENS, tokens, strict=True):
+        results[f"d_{name}"] = _sum_shared(x, wiring.by_head(results[f"d_{name}"]))
+    if log_decay is not None:
+        results["d_gates"] = _gate_gradient(wiring, log_decay, results["d_gates"], cu_seqlens)
+    return results
 
 
 def _sum_shared(x: jax.Array, dx: jax.Array) -> jax.Array:
@@ -168,13 +188,14 @@ def _sum_shared(x: jax.Array, dx: jax.Array) -> jax.Array:
     return dx.reshape(*x.shape[:3], -1, x.shape[3]).sum(3).astype(x.dtype)
 
 
-def _gate_gradient(call: Call, log_decay: jax.Array, flow: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def _gate_gradient(wiring: Wiring, log_decay: jax.Array, flow: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """The gradient of the gates as they came, from that of each token's."""
+    call = wiring.call
     if call.decay == "key":
         return flow.reshape(log_decay.shape)
-    flow = flow.reshape(call.batch, call.heads, call.tokens)
     if call.decay == "head":
-        return flow.swapaxes(1, 2).astype(log_decay.dtype)
+        return wiring.heads_last(flow).astype(log_decay.dtype)
+    flow = flow.reshape(call.batch, call.heads, call.tokens)
     if cu_seqlens is None:
         summed = flow.sum(2)
     else:

@@ -10,6 +10,8 @@ import numpy as np
 
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 
+DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float32)}
+LARGEST_DIM = 256
 LANES = 128
 CHUNK = 128  # tokens that interact through one matrix of scores
 BLOCK = 512  # tokens a visit
@@ -160,6 +162,23 @@ def table(item: Item, reverse: bool) -> jax.Array:
     return jnp.stack([each.astype(np.int32) for each in item._replace(fresh=fresh)[:-1]])
 
 
-def scale_served(scale: float) -> str | None:
-    """Why a scale cannot be folded into decays, or `None` if it can."""
-    return None if scale > 0 and math.isfinite(scale) else f"softmax_scale {scale}: it is folded into the decays"
+def supports(call: Call) -> str | None:
+    """Why a call cannot be cut so, or `None` if it can."""
+    if call.dtype not in DTYPES:
+        return f"dtype {call.dtype} is none of bfloat16, float32"
+    if any(dim % 64 or not 0 < dim <= LARGEST_DIM for dim in (call.key_dim, call.value_dim)):
+        return f"head dims K={call.key_dim}, V={call.value_dim}; it takes multiples of 64 up to {LARGEST_DIM}"
+    if jax.export.is_symbolic_dim(call.batch):
+        return "a batch that is known only when the program runs"
+    if 0 in (call.batch, call.tokens, call.heads, call.sequences):
+        return "an array without elements"
+    if not (call.scale > 0 and math.isfinite(call.scale)):
+        return f"softmax_scale {call.scale}: it is folded into the decays"
+    return None
+
+
+def served(x: jax.Array | None) -> jax.Array | None:
+    """`x` in a dtype that TPUs have."""
+    if x is None or x.dtype in DTYPES or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(np.float32)

@@ -88,6 +88,20 @@ class Wiring:
         shape = (1, 1, self.sizes.heads, self.call.value_dim, self.call.key_dim)
         return shape, lambda b, h, i, t: (b, last - i if reverse else i, h, 0, 0)
 
+    def read_along(self, name: str, x: jax.Array) -> None:
+        """`x [B, T, H]`, tokens along the lanes: one number a head and token is little to turn."""
+        self.inputs[name], self.blocks[name] = x.swapaxes(1, 2).reshape(self._along), self._by_head_along()
+
+    def write_along(self, name: str) -> None:
+        self.outputs[name], self.blocks[name] = jax.ShapeDtypeStruct(self._along, F32), self._by_head_along()
+
+    @property
+    def _along(self) -> tuple[int, ...]:
+        return self.call.batch, self.programs, self.sizes.heads, self.call.tokens
+
+    def _by_head_along(self) -> Block:
+        return (1, 1, self.sizes.heads, self.sizes.block), lambda b, h, i, t: (b, h, 0, t[0, i])
+
     def read_gates(self, log_decay: jax.Array) -> None:
         call, heads = self.call, self.sizes.heads
         if call.decay == "key":
@@ -98,22 +112,14 @@ class Wiring:
             packed = call.packed
             self.blocks["gates"] = (1, 1, heads, LANES), lambda b, h, i, t: (t[1, i] if packed else b, h, 0, 0)
             return None
-        # tokens along the lanes: one number a head and token is little to turn
-        shape = (call.batch, self.programs, heads, call.tokens)
-        self.inputs["gates"], self.blocks["gates"] = log_decay.swapaxes(1, 2).reshape(shape), self._head_gates()
-        return None
+        return self.read_along("gates", log_decay)
 
     def write_gates(self, log_decay: jax.Array) -> None:
         """The gradient of the gates, of each token."""
         call = self.call
         if call.decay == "key":
             return self.write_tokens("d_gates", call.key_dim, log_decay.dtype)
-        shape = (call.batch, self.programs, self.sizes.heads, call.tokens)
-        self.outputs["d_gates"], self.blocks["d_gates"] = jax.ShapeDtypeStruct(shape, F32), self._head_gates()
-        return None
-
-    def _head_gates(self) -> Block:
-        return (1, 1, self.sizes.heads, self.sizes.block), lambda b, h, i, t: (b, h, 0, t[0, i])
+        return self.write_along("d_gates")
 
     def run(self, kernel: str, scratch: dict[str, tuple[int, ...]]) -> dict[str, jax.Array]:
         """Launches a kernel of the device code; its outputs by name."""
@@ -143,3 +149,7 @@ class Wiring:
     def by_head(self, x: jax.Array) -> jax.Array:
         """`[B, T, H · D]` to `[B, T, H, D]`."""
         return x.reshape(*x.shape[:2], self.call.heads, -1)
+
+    def heads_last(self, x: jax.Array) -> jax.Array:
+        """What `write_along` gave, `[B, T, H]`."""
+        return x.reshape(self.call.batch, self.call.heads, self.call.tokens).swapaxes(1, 2)

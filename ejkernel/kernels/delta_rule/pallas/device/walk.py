@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.delta_rule.pallas.device.chunk import Beta, Delta
-from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Decays, Flow, Gated
-from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import LOWEST, Exact, Mild
+from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Decays, Gated
+from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import Exact, Mild
 from ejkernel.kernels.linear_recurrence.pallas.device.products import F32
-from ejkernel.kernels.linear_recurrence.pallas.device.walk import Walk, grown
-from ejkernel.kernels.linear_recurrence.pallas.plan import Item, Sizes
+from ejkernel.kernels.linear_recurrence.pallas.device.walk import Walk, any_of, grown
+from ejkernel.kernels.linear_recurrence.pallas.plan import Sizes
 
 
 @dataclass(frozen=True)
@@ -56,50 +56,31 @@ class DeltaWalk(Walk):
         value = self.rows_of("value", head, i)
         return Delta.of(reading, recalling, value, betas[head], self.sizes.reverse)
 
-    def all_chunks(self) -> tuple[list[list[Beta]], list[Decays | None]]:
-        """Betas and, for gates of heads, decays of all heads."""
-        every = range(self.sizes.chunks)
-        keyed = self.sizes.decay == "key"
-        return [self.betas(i) for i in every], [None if keyed else self.decays(i) for i in every]
-
-    def in_order(self, j: Any) -> Any:
-        """The chunk that comes as the `j`-th one."""
-        return self.sizes.chunks - 1 - j if self.sizes.reverse else j
-
-
-def _any(strong: jax.Array) -> jax.Array:
-    return jnp.max(strong) > 0
-
 
 def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     """Output and final states, and the states that visits meet if there is a place for them."""
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    arrays = dict(zip(names, refs, strict=True))
-    walk = DeltaWalk(sizes, item, arrays)
-    states, heads = arrays["states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
-    walk.begin(old)
+    walk = DeltaWalk.of(sizes, names, table, refs)
+    states, heads, old, new = walk.arrays["states"], range(sizes.heads), walk.old, walk.new
+    walk.begin()
 
     def visit(h: int, i: Any, delta: Delta, state: jax.Array) -> jax.Array:
         walk.store("output", h, i, delta.read(state))
         return delta.written(delta.adds(state), state)
 
-    betas, decays = walk.all_chunks()
-    strong = jnp.zeros((1, sizes.key_dim), F32)
+    betas, decays = [walk.betas(i) for i in range(sizes.chunks)], walk.all_decays()
+    strong = []
     for h in heads:
         state = states[old, h]
         for i in walk.order():
             delta = walk.delta(h, i, betas[i], decays[i])
             if isinstance(delta.reading, Mild):
-                strong = jnp.maximum(strong, delta.reading.strong)
+                strong.append(delta.reading.strong)
             state = visit(h, i, delta, state)
         states[new, h] = state
 
     if sizes.decay == "key":
 
-        @pl.when(_any(strong))
+        @pl.when(any_of(strong))
         def exactly() -> None:
             for h in heads:
                 states[new, h] = states[old, h]
@@ -110,29 +91,15 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
                     delta, first = walk.exact_delta(h, i)
                     states[new, h] = visit(h, i, delta, grown(states[new, h], first))
 
-    @pl.when(item.last != 0)
-    def _() -> None:
-        for h in heads:
-            arrays["final"][0, h] = states[new, h].T
+    walk.end()
 
 
 def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     """Gradients of all arrays: each visit finds its chunks' states again, from the one that the forward has met."""
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    # the visit that is made last is the first one of the forward's
-    item = item._replace(first=item.last, last=item.first)
-    arrays = dict(zip(names, refs, strict=True))
-    walk = DeltaWalk(sizes, item, arrays)
-    d_states, heads = arrays["d_states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
-    walk.begin_back(old)
-
-    def store_along(name: str, at_head: Any, i: Any, x: jax.Array) -> None:
-        """Numbers of tokens that lie along the lanes."""
-        at = 0, 0, at_head, walk.tokens(i)
-        arrays[name][at] = jnp.where(walk.own(i, x.shape, 1), x, arrays[name][at]) if sizes.masked else x
+    walk = DeltaWalk.of(sizes, names, table, refs, back=True)
+    arrays, heads, old, new = walk.arrays, range(sizes.heads), walk.old, walk.new
+    d_states = arrays["d_states"]
+    walk.begin_back()
 
     def visit(h: int, i: Any, delta: Delta, u: jax.Array, state: jax.Array, d_state: jax.Array) -> Any:
         """Stores a chunk's gradients; gives what crosses its gates, and the cotangent of the state at its start."""
@@ -140,14 +107,13 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         walk.store("d_query", h, i, found.query)
         walk.store("d_key", h, i, found.key)
         walk.store("d_value", h, i, found.value)
-        store_along("d_beta", pl.ds(h, 1), i, found.beta)
+        walk.store_along("d_beta", pl.ds(h, 1), i, found.beta)
         if sizes.decay == "key":
-            # across a gate that forgets everything nothing flows, nor does what cancels leave its rounding there
-            walk.store("d_gates", h, i, jnp.where(walk.gates(h, i) <= LOWEST, 0, found.gates))
+            walk.store_key_flow(h, i, found.gates)
         return found.gates, found.state
 
-    betas, decays = walk.all_chunks()
-    strong = jnp.zeros((1, sizes.key_dim), F32)
+    betas, decays = [walk.betas(i) for i in range(sizes.chunks)], walk.all_decays()
+    strong = []
     flows: dict[int, list[Any]] = {i: [] for i in range(sizes.chunks)}
     for h in heads:
         state = arrays["met"][0, 0, h]
@@ -155,7 +121,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         for i in walk.order():
             delta = walk.delta(h, i, betas[i], decays[i])
             if isinstance(delta.reading, Mild):
-                strong = jnp.maximum(strong, delta.reading.strong)
+                strong.append(delta.reading.strong)
             u = delta.adds(state)
             done[i] = delta, u, state
             state = delta.written(u, state)
@@ -166,14 +132,11 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         d_states[new, h] = d_state
 
     if sizes.decay == "head":
-        for i, found in flows.items():
-            flow = Flow(*(jnp.concatenate(each, 0) for each in zip(*found, strict=True))).across(sizes.reverse)
-            # across a gate that forgets everything nothing flows
-            store_along("d_gates", slice(None), i, jnp.where(walk.head_gates(i) <= LOWEST, 0, flow))
+        walk.store_flows(flows)
 
     if sizes.decay == "key":
 
-        @pl.when(_any(strong))
+        @pl.when(any_of(strong))
         def exactly() -> None:
             states = arrays["states"]
             for h in heads:
@@ -194,4 +157,4 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                     _, d_state = visit(h, i, delta, delta.adds(states[at]), states[at], d_states[new, h])
                     d_states[new, h] = grown(d_state, first)
 
-    walk.end_back(new)
+    walk.end_back()

@@ -25,19 +25,20 @@ class Chunk(NamedTuple):
     total: jax.Array | None  # [1, K] or [1, 1]
 
 
-def _scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """`x · factor`, if there is one."""
     return x if factor is None else x * factor
 
 
 def read(chunk: Chunk, value: jax.Array, state: jax.Array) -> jax.Array:
     """The output of a chunk's tokens."""
-    seen = _scaled(state, chunk.entering).astype(value.dtype)
+    seen = scaled(state, chunk.entering).astype(value.dtype)
     return rows(chunk.scores, value) + pairs(chunk.query, seen)
 
 
 def written(chunk: Chunk, value: jax.Array, state: jax.Array) -> jax.Array:
     """The state at the chunk's end."""
-    return _scaled(state, chunk.total) + _scaled(sums(value, chunk.key), chunk.leaving)
+    return scaled(state, chunk.total) + scaled(sums(value, chunk.key), chunk.leaving)
 
 
 class Mirrored(NamedTuple):
@@ -53,12 +54,12 @@ class Mirrored(NamedTuple):
 def mirrored(chunk: Chunk, value: jax.Array, state: jax.Array, d_output: jax.Array, d_state: jax.Array) -> Mirrored:
     """Cotangents from those of the output and of the state at the chunk's end."""
     dtype = value.dtype
-    seen = _scaled(state, chunk.entering).astype(dtype)
-    met = _scaled(d_state, chunk.leaving).astype(dtype)
+    seen = scaled(state, chunk.entering).astype(dtype)
+    met = scaled(d_state, chunk.leaving).astype(dtype)
     return Mirrored(
         pairs(d_output, value),
         rows(d_output, seen),
         rows(value, met),
         sums(chunk.scores, d_output) + pairs(chunk.key, met),
-        _scaled(d_state, chunk.total) + _scaled(sums(d_output, chunk.query), chunk.entering),
+        scaled(d_state, chunk.total) + scaled(sums(d_output, chunk.query), chunk.entering),
     )

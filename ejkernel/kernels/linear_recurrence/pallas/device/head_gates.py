@@ -39,8 +39,7 @@ class Decays(NamedTuple):
 
 def _as_wide(x: jax.Array, width: int) -> jax.Array:
     """`x [C, C]`, all of whose lanes are alike, in as many as `width`."""
-    C = x.shape[1]
-    return x[:, :width] if width <= C else jnp.concatenate([x] * (width // C), 1)
+    return jnp.concatenate([x] * -(-width // x.shape[1]), 1)[:, :width]
 
 
 class Gated(NamedTuple):

@@ -23,6 +23,7 @@ class Mild(NamedTuple):
     """A chunk whose decays are taken relative to its middle."""
 
     chunk: Chunk
+    operands: tuple[jax.Array, jax.Array]  # query and key as they are
     since: jax.Array  # decay from the middle through a token, scaled [C, K]
     until: jax.Array  # and after a token to the middle
     strong: jax.Array  # 1 for dims whose gates are not mild after all, else 0 [1, K]
@@ -36,12 +37,12 @@ class Mild(NamedTuple):
         # the scale costs nothing inside the exponent
         since = jnp.exp(decays - (middle - math.log(scale)))
         until = jnp.exp(middle - decays)
-        query, key = (query * since).astype(dtype), (key * until).astype(dtype)
+        operands, query, key = (query, key), (query * since).astype(dtype), (key * until).astype(dtype)
         scores = jnp.where(causal(C, reverse), pairs(query, key), 0).astype(dtype)
         chunk = Chunk(scores, query, key, jnp.exp(middle), jnp.exp(end - middle), jnp.exp(end))
         # so that a NaN is not mild
         mild = (-middle <= limit) & (middle - end <= limit) & (gates.max(0, keepdims=True) <= 0)
-        return Mild(chunk, since, until, jnp.where(mild, 0.0, 1.0))
+        return Mild(chunk, operands, since, until, jnp.where(mild, 0.0, 1.0))
 
     def gradients(
         self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool

@@ -20,7 +20,7 @@ from ejkernel.kernels.linear_recurrence.pallas.device.products import (
     sums,
 )
 from ejkernel.kernels.linear_recurrence.pallas.device.walk import Walk, grown
-from ejkernel.kernels.linear_recurrence.pallas.plan import Item, Sizes
+from ejkernel.kernels.linear_recurrence.pallas.plan import Sizes
 
 MOST = 88.0  # whose exponential is the largest in float32
 
@@ -36,16 +36,11 @@ def returned(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
 
 def _states(sizes: Sizes, names: Sequence[str], table: Any, refs: Any, which: tuple[str, str, str], back: bool) -> None:
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    arrays = dict(zip(names, refs, strict=True))
-    walk = Walk(sizes, item, arrays)
+    walk = Walk.of(sizes, names, table, refs)
     columns, rows, ends = which
-    states, heads = arrays["states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
+    states, heads, old, new = walk.arrays["states"], range(sizes.heads), walk.old, walk.new
 
-    @pl.when(item.first != 0)
+    @pl.when(walk.item.first != 0)
     def _() -> None:
         for h in heads:
             states[old, h] = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
@@ -65,10 +60,10 @@ def _states(sizes: Sizes, names: Sequence[str], table: Any, refs: Any, which: tu
             state = state + sums(walk.rows_of(rows, h, i), x)
         states[new, h] = state
 
-    @pl.when(item.last != 0)
+    @pl.when(walk.item.last != 0)
     def _() -> None:
         for h in heads:
-            arrays[ends][0, h] = (states[new, h] * sizes.scale if back else states[new, h]).T
+            walk.arrays[ends][0, h] = (states[new, h] * sizes.scale if back else states[new, h]).T
 
 
 def _of_keys(walk: Walk, head: int, i: Any, back: bool) -> tuple[jax.Array, jax.Array]:

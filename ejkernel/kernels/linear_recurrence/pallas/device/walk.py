@@ -8,7 +8,7 @@ asks for itself and is done exactly if it has to be.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,18 @@ class Walk:
     sizes: Sizes
     item: Item
     arrays: dict[str, Any]
+    old: Any  # which state is read
+    new: Any  # while the other is written
+
+    @classmethod
+    def of(cls, sizes: Sizes, names: Sequence[str], table: Any, refs: Sequence[Any], back: bool = False) -> Self:
+        """From what a kernel is given; `back` is the way back of a walk."""
+        number = pl.program_id(2)
+        item = Item.read(table, number, sizes)
+        if back:
+            # the visit that is made last is the first one of the forward's
+            item = item._replace(first=item.last, last=item.first)
+        return cls(sizes, item, dict(zip(names, refs, strict=True)), number & 1, 1 - (number & 1))
 
     def lanes(self, name: str, head: int) -> Any:
         """The lanes of an array that a head of the program reads."""
@@ -49,6 +61,11 @@ class Walk:
         ref = self.arrays[name]
         x = x.astype(ref.dtype)
         ref[at] = jnp.where(self.own(i, x.shape), x, ref[at]) if self.sizes.masked else x
+
+    def store_along(self, name: str, heads: Any, i: Any, x: jax.Array) -> None:
+        """Stores numbers of a chunk's tokens that lie along the lanes, of one head or of several."""
+        at, ref = (0, 0, heads, self.tokens(i)), self.arrays[name]
+        ref[at] = jnp.where(self.own(i, x.shape, 1), x, ref[at]) if self.sizes.masked else x
 
     def own(self, i: Any, shape: Sequence[int], axis: int = 0) -> jax.Array:
         token = self.item.start + i * self.sizes.chunk + index(tuple(shape), axis)
@@ -83,6 +100,10 @@ class Walk:
             return None
         return Decays.of(jnp.where(self.is_first(i, self._shape, 1), 0, self.head_gates(i)), self.sizes.reverse)
 
+    def all_decays(self) -> list[Decays | None]:
+        """Those of all chunks; key gates are multiplied with where their chunk is."""
+        return [None if self.sizes.decay == "key" else self.decays(i) for i in range(self.sizes.chunks)]
+
     @property
     def _shape(self) -> tuple[int, int]:
         return self.sizes.heads, self.sizes.chunk
@@ -108,9 +129,13 @@ class Walk:
         order = list(range(self.sizes.chunks))
         return order[::-1] if self.sizes.reverse != backward else order
 
-    def begin(self, old: Any) -> None:
+    def in_order(self, j: Any) -> Any:
+        """The chunk that comes as the `j`-th one."""
+        return self.sizes.chunks - 1 - j if self.sizes.reverse else j
+
+    def begin(self) -> None:
         """Before a visit: the state that a sequence starts from is put in place, and what the visit meets is kept."""
-        sizes, arrays, states = self.sizes, self.arrays, self.arrays["states"]
+        sizes, arrays, states, old = self.sizes, self.arrays, self.arrays["states"], self.old
 
         @pl.when(self.item.first != 0)
         def _() -> None:
@@ -125,7 +150,15 @@ class Walk:
             for h in range(sizes.heads):
                 arrays["met"][0, 0, h] = states[old, h]
 
-    def begin_back(self, old: Any) -> None:
+    def end(self) -> None:
+        """After it: the state that the sequence ends with."""
+
+        @pl.when(self.item.last != 0)
+        def _() -> None:
+            for h in range(self.sizes.heads):
+                self.arrays["final"][0, h] = self.arrays["states"][self.new, h].T
+
+    def begin_back(self) -> None:
         """Before a visit of the way back: likewise the cotangent of the state that a sequence ends with."""
         sizes, arrays = self.sizes, self.arrays
 
@@ -135,11 +168,23 @@ class Walk:
                 state = jnp.zeros((sizes.value_dim, sizes.key_dim), F32)
                 if "d_final" in arrays:
                     state = arrays["d_final"][0, h].T
-                arrays["d_states"][old, h] = state
+                arrays["d_states"][self.old, h] = state
 
         self._clear("d_query", "d_key", "d_value", "d_beta", "d_gates")
 
-    def end_back(self, new: Any) -> None:
+    def store_flows(self, flows: dict[int, list[Flow]]) -> None:
+        """The gradient of gates of heads, from what crosses them by chunk and head."""
+        for i, found in flows.items():
+            flow = Flow(*(jnp.concatenate(each, 0) for each in zip(*found, strict=True))).across(self.sizes.reverse)
+            # across a gate that forgets everything nothing flows
+            self.store_along("d_gates", slice(None), i, jnp.where(self.head_gates(i) <= LOWEST, 0, flow))
+
+    def store_key_flow(self, head: int, i: Any, flow: jax.Array) -> None:
+        """The gradient of a head's key gates in a chunk."""
+        # across a gate that forgets everything nothing flows, nor does what cancels leave its rounding there
+        self.store("d_gates", head, i, jnp.where(self.gates(head, i) <= LOWEST, 0, flow))
+
+    def end_back(self) -> None:
         """After it: the cotangent of the state that the sequence started from."""
         arrays = self.arrays
         if "d_initial" in arrays:
@@ -147,7 +192,7 @@ class Walk:
             @pl.when(self.item.first != 0)
             def _() -> None:
                 for h in range(self.sizes.heads):
-                    d_state = self._through_first_gate(h, arrays["d_states"][new, h])
+                    d_state = self._through_first_gate(h, arrays["d_states"][self.new, h])
                     arrays["d_initial"][0, h] = d_state.T.astype(arrays["d_initial"].dtype)
 
     def _through_first_gate(self, head: int, state: jax.Array) -> jax.Array:
@@ -177,14 +222,9 @@ def grown(x: jax.Array, log_decay: jax.Array | None) -> jax.Array:
 
 def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     """Output and final states, and the states that visits meet if there is a place for them."""
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    arrays = dict(zip(names, refs, strict=True))
-    walk = Walk(sizes, item, arrays)
-    states, heads = arrays["states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
-    walk.begin(old)
+    walk = Walk.of(sizes, names, table, refs)
+    states, heads, old, new = walk.arrays["states"], range(sizes.heads), walk.old, walk.new
+    walk.begin()
 
     def visit(h: int, i: Any, chunk: chunks.Chunk, state: jax.Array) -> jax.Array:
         value = walk.rows_of("value", h, i)
@@ -192,7 +232,7 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
         return chunks.written(chunk, value, state)
 
     by_key, strong = sizes.decay == "key", []
-    decays = [walk.decays(i) for i in range(sizes.chunks)] if not by_key else []
+    decays = walk.all_decays()
     for h in heads:
         state = states[old, h]
         for i in walk.order():
@@ -208,30 +248,27 @@ def forward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
 
     if by_key:
 
-        @pl.when(_any(strong))
+        @pl.when(any_of(strong))
         def exactly() -> None:
             for h in heads:
                 states[new, h] = states[old, h]
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
-                    i = sizes.chunks - 1 - j if sizes.reverse else j
+                    i = walk.in_order(j)
 
                     def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
                         states[new, h] = visit(h, i, found.chunk, grown(states[new, h], first))
 
                     as_needed(walk, h, i, go_on)
 
-    @pl.when(item.last != 0)
-    def _() -> None:
-        for h in heads:
-            arrays["final"][0, h] = states[new, h].T
+    walk.end()
 
 
 def as_needed(walk: Walk, head: int, i: Any, go_on: Callable[[Mild | Exact, jax.Array | None], None]) -> None:
     """Goes on with a chunk as its own gates ask for: mild, or exact and the gate that a state at its start meets."""
     mild = walk.mild(head, i)
-    strong = _any([mild.strong])
+    strong = any_of([mild.strong])
 
     @pl.when(strong)
     def _() -> None:
@@ -242,24 +279,19 @@ def as_needed(walk: Walk, head: int, i: Any, go_on: Callable[[Mild | Exact, jax.
         go_on(mild, None)
 
 
-def _any(rows: Sequence[jax.Array]) -> jax.Array:
+def any_of(rows: Sequence[jax.Array]) -> jax.Array:
+    """Whether one of them has a number above 0."""
     return jnp.max(functools.reduce(jnp.maximum, rows)) > 0
 
 
 def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None:
     """Gradients of all arrays: each visit finds its chunks' states again, from the one that the forward has met."""
-    number = pl.program_id(2)
-    item = Item.read(table, number, sizes)
-    # the visit that is made last is the first one of the forward's
-    item = item._replace(first=item.last, last=item.first)
-    arrays = dict(zip(names, refs, strict=True))
-    walk = Walk(sizes, item, arrays)
-    d_states, heads = arrays["d_states"], range(sizes.heads)
-    old = number & 1  # one state is read while the other is written
-    new = 1 - old
+    walk = Walk.of(sizes, names, table, refs, back=True)
+    arrays, heads, old, new = walk.arrays, range(sizes.heads), walk.old, walk.new
+    d_states = arrays["d_states"]
     by_key = sizes.decay == "key"
     wanted = "d_gates" in arrays
-    walk.begin_back(old)
+    walk.begin_back()
 
     def visit(h: int, i: Any, chunk: Any, state: jax.Array, d_state: jax.Array) -> tuple[Any, jax.Array]:
         """Stores a chunk's gradients; gives what crosses its gates, and the cotangent of the state at its start."""
@@ -270,12 +302,11 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         walk.store("d_key", h, i, dk)
         walk.store("d_value", h, i, mirrored.value)
         if by_key and wanted:
-            # across a gate that forgets everything nothing flows, nor does what cancels leave its rounding there
-            walk.store("d_gates", h, i, jnp.where(walk.gates(h, i) <= LOWEST, 0, flow))
+            walk.store_key_flow(h, i, flow)
         return flow, mirrored.state
 
     strong = []
-    decays = [None if by_key else walk.decays(i) for i in range(sizes.chunks)]
+    decays = walk.all_decays()
     flows: dict[int, list[Any]] = {i: [] for i in range(sizes.chunks)}
     for h in heads:
         state = arrays["met"][0, 0, h]
@@ -297,18 +328,11 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
         d_states[new, h] = d_state
 
     if wanted and not by_key:
-        for i, found in flows.items():
-            flow = Flow(*(jnp.concatenate(each, 0) for each in zip(*found, strict=True))).across(sizes.reverse)
-            # across a gate that forgets everything nothing flows
-            flow = jnp.where(walk.head_gates(i) <= LOWEST, 0, flow)
-            at = 0, 0, slice(None), walk.tokens(i)
-            if sizes.masked:
-                flow = jnp.where(walk.own(i, flow.shape, 1), flow, arrays["d_gates"][at])
-            arrays["d_gates"][at] = flow
+        walk.store_flows(flows)
 
     if by_key:
 
-        @pl.when(_any(strong))
+        @pl.when(any_of(strong))
         def exactly() -> None:
             states = arrays["states"]
             for h in heads:
@@ -317,7 +341,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
-                    i = sizes.chunks - 1 - j if sizes.reverse else j
+                    i = walk.in_order(j)
 
                     def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
                         states[j] = grown(states[j], first)
@@ -328,7 +352,7 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
                 @pl.loop(0, sizes.chunks)
                 def _(j: Any, h: int = h) -> None:
                     at = sizes.chunks - 1 - j
-                    i = j if sizes.reverse else at
+                    i = walk.in_order(at)
 
                     def go_on(found: Mild | Exact, first: jax.Array | None) -> None:
                         _, d_state = visit(h, i, found, states[at], d_states[new, h])
@@ -336,4 +360,4 @@ def backward(sizes: Sizes, names: Sequence[str], table: Any, *refs: Any) -> None
 
                     as_needed(walk, h, i, go_on)
 
-    walk.end_back(new)
+    walk.end_back()
