@@ -18,7 +18,8 @@ from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.pallas import plan
 from ejkernel.kernels.delta_rule.pallas.device.inverse import inverse
 
-TOLERANCE = {"float32": {"other": 2e-6}, "bfloat16": {"other": 1e-2}}
+# rounding to bfloat16 alone is 1.7e-3 of what is rounded; what is left of gates' gradients has cancelled
+TOLERANCE = {"float32": {"other": 2e-6}, "bfloat16": {"other": 2e-3, "g": 5e-3}}
 BASE = Case("base", batch=1, tokens=40, heads=1, own_heads=(1, 1, 1), key_dim=64, value_dim=64, state="each")
 
 
@@ -53,6 +54,7 @@ def check(run, case, dtype, arrays=None):
 
 
 HEAD, KEY = {"gate": "ordinary"}, {"gate": "ordinary", "per_key": True}
+ALIKE, BETAS = {"gate": "tiny", "keys": "nearly equal"}, ("ordinary", "replaces", "reflects")
 # one compilation each, for arrays of several kinds
 CASES = [
     (
@@ -60,18 +62,31 @@ CASES = [
         replace(BASE, name="none", batch=2, tokens=32),
         [{"beta": "any"}, {"keys": "equal", "beta": "reflects"}],
     ),
-    ("bfloat16", replace(BASE, name="none-reverse", tokens=20, options={"reverse": True}), [{"keys": "nearly equal"}]),
     (
         "bfloat16",
-        replace(BASE, name="head", tokens=20, **HEAD, state=None),
-        [{}, {"gate": "mixed", "beta": "any"}, {"gate": "mixed", "beta": "reflects"}],
+        replace(BASE, name="none-reverse", options={"reverse": True}),
+        [{"keys": "nearly equal", "beta": x} for x in BETAS],
+    ),
+    (
+        "bfloat16",
+        replace(BASE, name="head", **HEAD, state=None),
+        [
+            {},
+            {"gate": "mixed", "beta": "any"},
+            {"gate": "mixed", "beta": "reflects"},
+            *({**ALIKE, "beta": x} for x in BETAS),
+        ],
     ),
     (
         "float32",
         replace(BASE, name="key", value_dim=128, **KEY),
         [{"beta": "writes nothing"}, {"gate": "strong", "keys": "equal", "beta": "reflects"}, {"gate": "resets"}],
     ),
-    ("bfloat16", replace(BASE, name="key", tokens=20, **KEY), [{"keys": "nearly equal"}, {"gate": "mixed"}]),
+    (
+        "bfloat16",
+        replace(BASE, name="key", **KEY),
+        [{"keys": "nearly equal"}, {"gate": "mixed"}, *({**ALIKE, "beta": x} for x in BETAS)],
+    ),
 ]
 
 

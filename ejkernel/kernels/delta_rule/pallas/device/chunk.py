@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.delta_rule.pallas.device.inverse import inverse
-from ejkernel.kernels.delta_rule.pallas.device.parts import Product, by_parts, fine, rest
-from ejkernel.kernels.linear_recurrence.pallas.device import chunk as chunks
-from ejkernel.kernels.linear_recurrence.pallas.device.chunk import Mirrored
+from ejkernel.kernels.delta_rule.pallas.device.parts import fine
+from ejkernel.kernels.linear_recurrence.pallas.device.chunk import Mirrored, scaled
 from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Flow, Gated
 from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import Exact, Mild, causal
-from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index, pairs, rows, sums
+from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index, pairs, running_sums, sums
 
 Scored = Gated | Mild | Exact
 
@@ -63,95 +62,119 @@ class Delta(NamedTuple):
         overlaps = jnp.where(_earlier(len(value), reverse), _unrounded(recalling), 0)
         system = beta.down * overlaps
         found = inverse(system.T, exact).T if reverse else inverse(system, exact)
-        solution, recalled = found * beta.along, recalling.chunk.query
-        added = fine(solution, value, exact)
-        taken = fine(solution, recalled, exact).astype(value.dtype)
+        solution, recalled = found * beta.along, _met(recalling)[0]
+        added, taken = fine(solution, value, exact), fine(solution, recalled, exact)
         scores = jnp.where(causal(len(value), reverse), _unrounded(reading), 0)
         reads = fine(scores, found, exact)
-        query = reading.chunk.query - fine(reads * beta.along, recalled, exact)
-        return Delta(reading, recalling, value, beta, overlaps, found, added, taken, reads, query.astype(value.dtype))
+        query = _met(reading)[0] - fine(reads * beta.along, recalled, exact)
+        return Delta(reading, recalling, value, beta, overlaps, found, added, taken, reads, query)
+
+    @property
+    def _exact(self) -> bool:
+        return self.value.dtype == F32
 
     def _seen(self, state: jax.Array) -> jax.Array:
-        entering = self.recalling.chunk.entering
-        return (state if entering is None else state * entering).astype(self.value.dtype)
+        return scaled(state, self.recalling.chunk.entering)
 
     def adds(self, state: jax.Array) -> jax.Array:
         """What tokens add, `u`, in float32."""
-        return self.added - pairs(self.taken, self._seen(state))
+        return self.added - fine(self.taken, self._seen(state), self._exact, pairs)
 
     def read(self, state: jax.Array) -> jax.Array:
         """The output of the chunk's tokens."""
-        reads = (self.reads * self.beta.along).astype(self.value.dtype)
-        return rows(reads, self.value) + pairs(self.query, self._seen(state))
+        reads = fine(self.reads * self.beta.along, self.value, self._exact)
+        return reads + fine(self.query, self._seen(state), self._exact, pairs)
 
     def written(self, u: jax.Array, state: jax.Array) -> jax.Array:
         """The state at the chunk's end."""
-        return chunks.written(self.reading.chunk, u.astype(self.value.dtype), state)
+        chunk, key = self.reading.chunk, _met(self.reading)[1]
+        return scaled(state, chunk.total) + scaled(fine(u, key, self._exact, sums), chunk.leaving)
 
     def gradients(
         self, u: jax.Array, state: jax.Array, d_output: jax.Array, d_state: jax.Array, reverse: bool
     ) -> Gradients:
         """Cotangents from those of the output and of the state at the chunk's end."""
-        dtype, recalling = self.value.dtype, self.recalling
-        exact, seen = dtype == F32, self._seen(state)
-        mirrored = chunks.mirrored(self.reading.chunk, u.astype(dtype), state, d_output, d_state)
-        entering, leaving = recalling.chunk.entering, recalling.chunk.leaving
-        met = (d_state if leaving is None else d_state * leaving).astype(dtype)
-        mirrored = mirrored._replace(scores=fine(d_output, u, exact, pairs), key=fine(u, met, exact))
-        lost = sums(mirrored.value.astype(dtype), self.taken)
-        d_start = mirrored.state - (lost if entering is None else lost * entering)
+        reading, recalling, exact, seen = self.reading, self.recalling, self._exact, self._seen(state)
+        entering, leaving, total = recalling.chunk.entering, recalling.chunk.leaving, recalling.chunk.total
+        met = scaled(d_state, leaving)
+        written = fine(_met(reading)[1], met, exact, pairs)
+        d_start = fine(d_output, self.query, exact, sums) - fine(written, self.taken, exact, sums)
+        d_start = scaled(d_state, total) + scaled(d_start, entering)
         # of the system's right sides, from what is read and from what is written
-        written = pairs(self.reading.chunk.key, met)
         dr = fine(self.reads, d_output, exact, sums) + fine(self.inverse, written, exact, sums)
-        wanted = self.value - pairs(recalling.chunk.query.astype(dtype), seen)
+        wanted = self.value - fine(_met(recalling)[0], seen, exact, pairs)
+        d_scores = jnp.where(causal(len(u), reverse), fine(d_output, u, exact, pairs), 0)
         d_below = jnp.where(_earlier(len(u), reverse), -fine(dr, u, exact, pairs), 0)
         d_beta = _row_sums(dr * wanted, exact) + _row_sums(d_below * self.overlaps, exact)
         d_value = self.beta.down * dr
-        d_recalled = -rows(d_value.astype(dtype), seen)
         none = jnp.zeros((1, 1), F32)
-        back = Mirrored(self.beta.down * d_below, d_recalled, jnp.zeros_like(d_recalled), none, none)
+        read = Mirrored(d_scores, fine(d_output, seen, exact), fine(u, met, exact), none, none)
+        recalled = Mirrored(self.beta.down * d_below, -fine(d_value, seen, exact), jnp.zeros_like(read.key), none, none)
+        dq: jax.Array
         flow: Any
-        more: Any
-        dq, dk, flow = self.reading.gradients(mirrored, d_state, state, reverse)
-        if not exact:
-            dq = dq + self._finer(mirrored.scores, reverse)
-        dk_recalling, dk_recalled, more = recalling.gradients(back, none, none, reverse)
-        if isinstance(self.reading, Mild | Exact):
-            flow = flow + more
-        elif flow is not None:
-            flow = self._flow(mirrored, back, (state * d_state).sum(keepdims=True), reverse)
-        return Gradients(dq, dk + dk_recalling + dk_recalled, d_value, d_beta, flow, d_start)
+        if isinstance(reading, Exact) and isinstance(recalling, Exact):
+            dq, early, flow = reading.gradients(read, d_state, state, reverse)
+            late, more, back = recalling.gradients(recalled, none, none, reverse)
+            dk, flow = early + late + more, flow + back
+        else:
+            dq, late, early, leaving = self._of_scores(read, recalled)
+            dk = late + early + leaving
+            flow = self._flow(dq, late - early, leaving, u * written, state * d_state, reverse)
+        return Gradients(dq, dk, d_value, d_beta, flow, d_start)
 
-    def _finer(self, d_scores: jax.Array, reverse: bool) -> jax.Array:
-        """What rounding the scores' cotangents has left of the queries': much, where keys resemble each other."""
-        reading, key = self.reading, self.reading.chunk.key
-        d_scores = jnp.where(causal(len(d_scores), reverse), d_scores, 0)
-        if isinstance(reading, Mild):
-            return rows(rest(d_scores), key) * reading.since
-        if isinstance(reading, Exact):
-            return jnp.zeros_like(reading.query)
-        if reading.decays is None:
-            return rows(rest(d_scores), key) * reading.scale
-        return rows(rest(jnp.where(causal(len(d_scores), reverse), d_scores * reading.decays, 0)), reading.operands[1])
-
-    def _flow(self, mirrored: Mirrored, back: Mirrored, through: jax.Array, reverse: bool) -> Flow:
-        """What crosses the gates of a head: what is read and what is recalled cancel, so they are rounded together."""
+    def _of_scores(self, read: Mirrored, recalled: Mirrored) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Cotangents of queries, of keys that recall, and of keys that are read, in the chunk and after it."""
         reading: Any = self.reading
         recalling: Any = self.recalling
-        query, key = reading.operands
-        exact = self.value.dtype == F32
-        carried = mirrored.scores * _unrounded(reading) + back.scores * self.overlaps
-        # what a token reads of itself crosses no gate
-        carried = jnp.where(_earlier(len(carried), reverse), carried, 0)
-        entering = query * (mirrored.query * reading.since) + key * (back.query * recalling.since)
-        arriving = _row_sums(carried, exact) - _column_sums(carried, exact) + _row_sums(entering, exact)
-        leaving = _row_sums(key * (mirrored.key * reading.until), exact)
-        return Flow(arriving, leaving, through * reading.chunk.total)
+        dq, early = _of_pairs(reading, read.scores, self._exact)
+        late, more = _of_pairs(recalling, recalled.scores, self._exact)
+        dq = dq + scaled(read.query, reading.since)
+        if reading.since is None:
+            dq = dq * reading.scale
+        late = late + scaled(recalled.query, recalling.since)
+        return dq, late, early + more, scaled(read.key, reading.until)
+
+    def _flow(
+        self, dq: jax.Array, dk: jax.Array, leaving: jax.Array, left: jax.Array, through: jax.Array, reverse: bool
+    ) -> Any:
+        """What crosses the gates, if there are any.
+
+        `dk` is the cotangent of keys that recall less that of keys that are read, in the chunk: what passes between two
+        tokens after a gate is in that of both, and cancels. What tokens leave for later chunks comes by key dim, and
+        by value dim as `left`, which cancels better: the systems' right sides are made of it.
+        """
+        reading: Any = self.reading
+        (query, key), total = reading.operands, reading.chunk.total
+        arriving = query * dq + key * dk
+        if isinstance(reading, Mild):
+            through = (key * leaving).sum(0, keepdims=True) + through.sum(0, keepdims=True) * total
+            return running_sums(arriving - key * leaving, not reverse) + through
+        if total is None:
+            return None
+        through = through.sum(keepdims=True) * total
+        return Flow(_row_sums(arriving, self._exact), _row_sums(left, self._exact), through)
+
+
+def _of_pairs(scored: Gated | Mild, d_scores: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of query and key from those of their scores, which are 0 where nothing is read."""
+    if isinstance(scored, Mild):
+        query, key = _met(scored)
+        return fine(d_scores, key, exact) * scored.since, fine(d_scores, query, exact, sums) * scored.until
+    query, key = scored.operands
+    # decays may be infinite where nothing is read
+    d_products = d_scores if scored.decays is None else jnp.where(d_scores == 0, 0, d_scores * scored.decays)
+    return fine(d_products, key, exact), fine(d_products, query, exact, sums)
 
 
 def _earlier(size: int, reverse: bool) -> jax.Array:
     row, column = index((size, size), 0), index((size, size), 1)
     return row < column if reverse else row > column
+
+
+def _met(scored: Scored) -> tuple[jax.Array, jax.Array]:
+    """Query and key as states meet them, before they are rounded."""
+    query, key = (scored.query, scored.key) if isinstance(scored, Exact) else scored.operands
+    return scaled(query, scored.since), scaled(key, scored.until)
 
 
 def _unrounded(scored: Scored) -> jax.Array:
@@ -160,21 +183,12 @@ def _unrounded(scored: Scored) -> jax.Array:
         products = pairs(*scored.operands)
         return products if scored.decays is None else products * scored.decays
     if isinstance(scored, Mild):
-        return pairs(scored.chunk.query, scored.chunk.key)
+        query, key = _met(scored)
+        return fine(query, key, scored.operands[0].dtype == F32, pairs)
     return scored.chunk.scores.astype(F32)
 
 
 def _row_sums(x: jax.Array, exact: bool) -> jax.Array:
     """Sums of the rows of `x [C, ·]`, along the lanes `[1, C]`."""
-    return _of_ones(x, exact, pairs)
-
-
-def _column_sums(x: jax.Array, exact: bool) -> jax.Array:
-    """Sums of the columns of `x`, along the lanes."""
-    return _of_ones(x, exact, rows)
-
-
-def _of_ones(x: jax.Array, exact: bool, product: Product) -> jax.Array:
-    width = x.shape[1] if product is pairs else len(x)
-    ones = jnp.ones((8, width), F32 if exact else jnp.bfloat16)
-    return (product(ones, x) if exact else by_parts(ones, x, product=product))[:1]
+    ones = jnp.ones((8, x.shape[1]), F32 if exact else jnp.bfloat16)
+    return fine(ones, x, exact, pairs)[:1]

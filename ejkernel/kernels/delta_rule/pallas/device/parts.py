@@ -31,8 +31,3 @@ def by_parts(x: jax.Array, y: jax.Array, number: int = 2, product: Product = row
 def fine(x: jax.Array, y: jax.Array, exact: bool, product: Product = rows) -> jax.Array:
     """The product of `x` and `y`, of which most may cancel: with more digits than bfloat16 has."""
     return product(x.astype(F32), y.astype(F32)) if exact else by_parts(x, y, product=product)
-
-
-def rest(x: jax.Array) -> jax.Array:
-    """What is left of `x` once it is rounded to bfloat16, rounded too."""
-    return _parts(x, 2)[1]

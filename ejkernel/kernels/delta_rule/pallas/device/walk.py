@@ -47,9 +47,10 @@ class DeltaWalk(Walk):
 
     def exact_delta(self, head: int, i: Any) -> tuple[Delta, jax.Array]:
         """A chunk with any key gates, that of a sequence's first token apart, which only a state there meets."""
-        reading, first = self.exact(head, i)
-        key = self.rows_of("key", head, i).astype(F32)
-        recalling = Exact.of(key, key, reading.gates, 1.0, self.sizes.reverse)
+        gated, first = self.exact(head, i)
+        query, key = (self.rows_of(name, head, i).astype(F32) for name in ("query", "key"))
+        reading = Exact.of(query, key, gated.gates, self.sizes.scale, self.sizes.reverse)
+        recalling = Exact.of(key, key, gated.gates, 1.0, self.sizes.reverse)
         return self._chunk(head, i, self.betas(i), reading, recalling), first
 
     def _chunk(self, head: int, i: Any, betas: list[Beta], reading: Any, recalling: Any) -> Delta:
