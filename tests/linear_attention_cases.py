@@ -14,6 +14,9 @@ GATES = {
     "all -1e4": lambda random, shape: np.full(shape, -1e4),
     "positive": lambda random, shape: 0.05 * random.random(shape),
     "resets": lambda random, shape: np.where(random.random(shape) < 0.1, -np.inf, -0.3 * random.random(shape)),
+    "seldom": lambda random, shape: np.where(
+        random.random(shape) < 1 / 64 / shape[-1], -np.inf, -0.3 * random.random(shape)
+    ),
     "mixed": lambda random, shape: random.choice([0, -1e-3, -0.7, -30, -1e4, -np.inf], size=shape),
     "all -inf": lambda random, shape: np.full(shape, -np.inf),
 }

@@ -38,12 +38,12 @@ def check(case, dtype="bfloat16", seed=0):
 
 def assert_as_good_as_rounded(case, dtype, found, expected):
     if dtype != "float32":
-        # beside the answer's own rounding, that of states, of what they are short of, and of what reads both; with key
-        # gates of folded query and key too: five equal errors, which make √5 of one
+        # beside the answer's own rounding, that of states, of what they are short of, and of what reads both; in
+        # float16 key gates are folded against a chunk's ends, which rounds queries and keys once more
         rounded = np.asarray(jnp.asarray(expected["output"]).astype(dtype)).astype(np.float64)
         least = np.linalg.norm(rounded - expected["output"])
         error = np.linalg.norm(np.asarray(found["output"]).astype(np.float64) - expected["output"])
-        most = 2.4 if case.per_key else 2
+        most = 2.4 if case.per_key and dtype == "float16" else 2
         assert error <= most * least, f"output: {error / least:.2f} times the error of rounding"
 
 
@@ -93,7 +93,7 @@ def test_without_gradients(shape, base):
 
 
 @pytest.mark.parametrize("base", [HEAD, KEY], ids=str)
-@pytest.mark.parametrize("gate", ["tiny", "strong", "resets", "mixed"])
+@pytest.mark.parametrize("gate", ["tiny", "strong", "resets", "seldom", "mixed"])
 def test_any_gate(gate, base):
     check(replace(base, gate=gate))
 

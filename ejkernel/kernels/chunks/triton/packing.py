@@ -35,7 +35,9 @@ class Packing:
         method = "compare_all" if sequences <= 4096 else "sort"
         owners = {}
         for i, length in enumerate(lengths):
-            blocks = jnp.arange(tokens // length + sequences + 1, dtype=jnp.int32)
-            owner = jnp.searchsorted(before[i, 1:], blocks, side="right", method=method).astype(jnp.int32)
+            owner = jnp.arange(tokens // length + sequences + 1, dtype=jnp.int32)
+            # a block that holds all tokens is one of each sequence, and nothing is to be searched
+            if length != lengths[-1] or length < tokens:
+                owner = jnp.searchsorted(before[i, 1:], owner, side="right", method=method).astype(jnp.int32)
             owners[length] = jnp.minimum(owner, sequences)
         return Packing(jnp.concatenate([borders[None], before]), owners)

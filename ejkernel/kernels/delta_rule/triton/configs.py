@@ -16,7 +16,7 @@ class Config:
         invert: Of the dots that make an inverse, on float32 operands too.
         system: The kernel that solves the systems; it takes all key dims at once.
         heads: Heads that a program of it goes through, if they divide by that.
-        gated: The same where key dims have gates, by blocks of these.
+        gated: The same where key dims have gates of any strength, by blocks of these.
         forward: The walk over chunks, by blocks of value dims.
         alone: The same where nothing is kept for a walk back and no key dim has a gate, which leaves memory.
         effects: The walk that finds what time segments do to states.

@@ -21,6 +21,7 @@ from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
     "decays": "ejkernel.kernels.delta_rule.triton.device.decays",
+    "folding": "ejkernel.kernels.delta_rule.triton.device.folding",
     "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
     "key_gates": "ejkernel.kernels.delta_rule.triton.device.key_gates",
     "key_gradients": "ejkernel.kernels.delta_rule.triton.device.key_gradients",
@@ -77,6 +78,7 @@ class Facts:
     scale: float
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
+    middle: bool  # one gate a key dim, folded against the middle of a chunk
     precision: str  # of dots on float32 operands
     invert: str  # of those that make an inverse
     solve: str  # of those that apply it
@@ -106,6 +108,8 @@ class Launcher:
             scale=float(call.scale),
             whole=not call.packed and call.tokens % config.chunk == 0,
             flip=call.reverse,
+            # float16 has too small a range for that, and float32 more digits than products of that
+            middle=call.decay == "key" and call.dtype == jnp.bfloat16,
             precision=config.precision,
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16

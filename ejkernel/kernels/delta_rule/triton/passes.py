@@ -22,10 +22,11 @@ FEW_TOKENS = 8
 class Folded(NamedTuple):
     """Queries and keys as states see them, decayed if every key dim has a gate."""
 
-    query: jax.Array  # since a chunk's start [B, T, H, K]
-    key: jax.Array  # since a chunk's start [B, T, H, K]
-    write: jax.Array | None = None  # keys until a chunk's end [B, T, H, K], or the same as keys
-    total: jax.Array | None = None  # what is left of a state at a chunk's end [chunks, H, K]
+    query: jax.Array  # from where a chunk meets its state, which is its middle or its start [B, T, H, K]
+    key: jax.Array  # from there as well [B, T, H, K]
+    write: jax.Array | None = None  # keys up to there or to a chunk's end [B, T, H, K], or the same as keys
+    factors: jax.Array | None = None  # of states: until there, until they are written to, and then [chunks, H, 3, K]
+    strong: jax.Array | None = None  # which chunks have gates too strong to meet states in their middle [chunks, H]
 
 
 class Kept(NamedTuple):
@@ -65,36 +66,11 @@ def _walk(
 ) -> tuple[jax.Array, jax.Array, Kept | None]:
     query, key, value, beta, log_decay = inputs[:5]
     call, config = launcher.call, launcher.config
-    chunk, dtype = config.chunk, call.dtype
+    dtype = call.dtype
     keyed = call.decay == "key"
-    hat = launcher.rows(call.key_dim, dtype) if keyed else None
-    total = launcher.chunked(call.key_dim) if keyed else None
-    kernel, tile, each = device("key_gates").solve_keyed, config.gated, 1
-    cut: dict[str, Any] = {"BK": min(tile.block, padded(call.key_dim)), **launcher.gates()}
-    if not keyed:
-        # what is kept takes the registers
-        kernel, tile, each = device("system").solve, config.system, 1 if keep else launcher.heads_a_program()
-        cut = {"BK": padded(call.key_dim), "EACH": each}
-    weights = _weigh(launcher, beta, log_decay) if call.decay == "head" else None
-    reads, inverse, transposed, weighed, *folds = launcher.launch(
-        kernel,
-        *(query, key, beta, log_decay if keyed else weights),
-        outputs=[
-            launcher.chunked(chunk, chunk, dtype=dtype),
-            launcher.chunked(chunk, chunk),
-            launcher.chunked(chunk, chunk) if keep else None,
-            launcher.chunked(WEIGHTS, chunk) if weights is None else None,
-            *([hat, hat, hat, total] if keyed else []),
-        ],
-        programs=launcher.blocks(chunk) * call.heads // each,
-        tile=tile,
-        length=chunk,
-        KEEP=keep,
-        **cut,
-    )
-    weights = weighed if weights is None else weights
-    folded = Folded(*folds) if keyed else Folded(query, key)
-    walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.total
+    solve = _solve_keyed if keyed else _solve
+    reads, inverse, transposed, weights, folded = solve(launcher, keep, query, key, beta, log_decay)
+    walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.factors, folded.strong
     time, transitions = "whole", None
     if launcher.plan.segmented(call):
         *_, transitions, effects = launcher.walk(
@@ -125,6 +101,77 @@ def _walk(
     if not keep:
         return output, last, None
     return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states, transitions)
+
+
+def _solve(
+    launcher: Launcher, keep: bool, query: jax.Array, key: jax.Array, beta: jax.Array, log_decay: jax.Array | None
+) -> tuple[Any, ...]:
+    """What queries read, the systems' inverses, these transposed, the rows' weights, and queries and keys."""
+    chunk, heads = launcher.config.chunk, launcher.call.heads
+    known = None if log_decay is None else _weigh(launcher, beta, log_decay)
+    # what is kept takes the registers
+    each = 1 if keep else launcher.heads_a_program()
+    *found, weights = launcher.launch(
+        device("system").solve,
+        *(query, key, beta, known),
+        outputs=[*_systems(launcher, keep), launcher.chunked(WEIGHTS, chunk) if known is None else None],
+        programs=launcher.blocks(chunk) * heads // each,
+        tile=launcher.config.system,
+        length=chunk,
+        KEEP=keep,
+        BK=padded(launcher.call.key_dim),
+        EACH=each,
+    )
+    return (*found, weights if known is None else known, Folded(query, key))
+
+
+def _systems(launcher: Launcher, keep: bool) -> list[Any]:
+    """What queries read, the systems' inverses and, if to be kept, these transposed."""
+    chunk = launcher.config.chunk
+    square = launcher.chunked(chunk, chunk)
+    return [launcher.chunked(chunk, chunk, dtype=launcher.call.dtype), square, square if keep else None]
+
+
+def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Any, ...]:
+    """`_solve` where key dims have gates."""
+    call, config = launcher.call, launcher.config
+    chunk, blocks = config.chunk, launcher.blocks(config.chunk)
+    hat, weights = launcher.rows(call.key_dim, call.dtype), launcher.chunked(WEIGHTS, chunk)
+    systems, folds = _systems(launcher, keep), [hat, hat, hat, launcher.chunked(3, call.key_dim)]
+    cut: dict[str, Any] = {"length": chunk, "KEEP": keep}
+    exact = cut | {"tile": config.gated, "BK": min(config.gated.block, padded(call.key_dim)), **launcher.gates()}
+    if not launcher.facts.middle:
+        *found, weighed = launcher.launch(
+            device("key_gates").solve_keyed,
+            *(*arrays, *[None] * 8),
+            outputs=[*systems, *folds, weights],
+            programs=blocks * call.heads,
+            LOOK=1,
+            STRONG=False,
+            **exact,
+        )
+        return (*found[:3], weighed, Folded(*found[3:]))
+    reads, inverse, transposed, weighed, *folded, strong = launcher.launch(
+        device("folding").solve_folded,
+        *arrays,
+        outputs=[*systems, weights, *folds, launcher.chunked(dtype=jnp.int32)],
+        programs=blocks * call.heads,
+        tile=Tile(padded(call.key_dim), 4, 1),
+        BK=padded(call.key_dim),
+        LIMIT=exact["LIMIT"],
+        **cut,
+    )
+    *found, _ = launcher.launch(
+        device("key_gates").solve_keyed,
+        *(*arrays, strong, reads, inverse, transposed, *folded),
+        outputs=[*systems, *folds, None],
+        programs=blocks,
+        aliases={len(arrays) + 1 + i: i for i in range(7) if keep or i != 2},
+        LOOK=padded(call.heads),
+        STRONG=True,
+        **exact,
+    )
+    return (*found[:3], weighed, Folded(*found[3:])._replace(strong=strong))
 
 
 def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> jax.Array:
@@ -182,7 +229,7 @@ def backward(
     folded = kept.folded or Folded(query, key)
     walked = (
         *(folded.query, folded.key, folded.write, doutput),
-        *(kept.reads, kept.transposed, kept.weights, folded.total),
+        *(kept.reads, kept.transposed, kept.weights, folded.factors, folded.strong),
     )
     time = "whole"
     if kept.transitions is not None:
@@ -211,7 +258,7 @@ def backward(
     )
     given = query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates
     if call.decay == "key":
-        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given)
+        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given, strong=folded.strong)
     else:
         dquery, dkey, dvalue, dbeta, dgate = _gradients(launcher, *given, kept.weights)
     dvalue = dvalue[..., None, :]
@@ -244,25 +291,25 @@ def _gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
     )
 
 
-def _key_gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
+def _key_gradients(launcher: Launcher, *arrays: Any, strong: jax.Array | None) -> list[Any]:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     query, key, _, log_decay = arrays[:4]
     call, cut = launcher.call, launcher.by_parts()
-    flags = launcher.chunked(cdiv(call.key_dim, cut["BK"]), dtype=jnp.int32)
+    flags = launcher.chunked(1 if strong is not None else cdiv(call.key_dim, cut["BK"]), dtype=jnp.int32)
     moving: list[Any] = [launcher.parts(each) for each in (query, key, log_decay)]
     kernel = device("key_gradients").gradients_keyed
     constants = launcher.gates() | {"LOOK": padded(call.heads * flags.shape[-1])}
-    *found, dvalue, dbeta, strong = launcher.launch(
+    *found, dvalue, dbeta, flagged = launcher.launch(
         kernel,
-        *(*arrays, None, None, None, None),
-        outputs=[*moving, launcher.values(), launcher.token_parts(), flags],
+        *(*arrays, strong, None, None, None),
+        outputs=[*moving, launcher.values(), launcher.token_parts(), flags if strong is None else None],
         STRONG=False,
         **cut,
         **constants,
     )
     dquery, dkey, dgate, *_ = launcher.launch(
         kernel,
-        *(*arrays, strong, *found),
+        *(*arrays, flagged if strong is None else strong, *found),
         outputs=[*moving, None, None, None],
         aliases={len(arrays) + 1 + i: i for i in range(3)},
         STRONG=True,

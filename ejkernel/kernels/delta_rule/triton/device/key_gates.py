@@ -14,17 +14,10 @@ from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
+from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
-
-
-@triton.jit
-def decays_to_ends(b_gate, o_r, FINE: tl.constexpr):
-    """From the chunk's start to each row, and from there to its end; finite, since 0 times infinity is no number."""
-    b_since = sum_gates(o_r[None, :] <= o_r[:, None], b_gate, FINE)
-    b_until = sum_gates(o_r[None, :] > o_r[:, None], b_gate, FINE)
-    return tl.exp2(tl.minimum(b_since, MOST)), tl.exp2(tl.minimum(b_until, MOST))
 
 
 @triton.jit
@@ -60,36 +53,12 @@ def folded(b, b_factor, SOLVE: tl.constexpr):
 
 
 @triton.jit
-def solve_keyed(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_read,
-    p_inverse,
-    p_transposed,
-    p_weight,
-    p_query,
-    p_recall,
-    p_write,
-    p_total,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FINE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KEEP: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """What `solve` gives, and queries and keys as states see them.
-
-    These are queries and keys decayed since the chunk's start (`query`, `recall`), keys decayed until its end
-    (`write`), and what is left of a state at the chunk's end (`total`).
-    """
+def of_chunk(
+    p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight, p_query, p_recall,
+    p_write, p_factor, i_block, i_h, CALL: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.constexpr,
+    LIMIT: tl.constexpr, KEEP: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """What `solve_keyed` gives, of one chunk and head."""
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -99,11 +68,8 @@ def solve_keyed(
     PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = i_program // H
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_program.to(tl.int64)
+    i_chunk = i_block.to(tl.int64) * H + i_h
     i_row = i_c * C
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
@@ -115,7 +81,8 @@ def solve_keyed(
     m_gate = m_read & (i_row + o_r > 0)
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = writing(b_beta)
-    tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+    if not STRONG:
+        tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
@@ -135,7 +102,7 @@ def solve_keyed(
             b_last = tl.sum(tl.where((o_r == C - 1)[:, None], b_bits, 0.0), 0)
             b_since = tl.minimum(b_late * tl.exp2(tl.minimum(b_first, MOST))[None, :], LARGEST)
             b_until = tl.minimum(b_early * tl.exp2(b_last)[None, :], LARGEST)
-            b_total = tl.exp2(tl.minimum(b_first + b_last, MOST))
+            b_total = b_first + b_last
         else:
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
@@ -147,17 +114,86 @@ def solve_keyed(
                 b_below += tl.where(m_meet, b_pair, 0.0)
                 b_pair = tl.dot(folded(b_q, b_fade, SOLVE), tl.trans(b_key), input_precision=SOLVE)
                 b_score += tl.where(m_meet, b_pair, 0.0)
-            b_since, b_until = decays_to_ends(b_gate, o_r, FINE)
+            b_since = sum_gates(o_r[None, :] <= o_r[:, None], b_gate, FINE)
+            b_until = sum_gates(o_r[None, :] > o_r[:, None], b_gate, FINE)
             b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
+            b_since = tl.exp2(tl.minimum(b_since, MOST))
+            b_until = tl.exp2(tl.minimum(b_until, MOST))
         i_rows = (i_token * H + i_h) * K
         o_rows = o_t[:, None] * (H * K) + o_k[None, :]
         m_rows = m_read[:, None] & (o_k[None, :] < K)
         tl.store(p_query + i_rows + o_rows, scaled(b_q, b_since), mask=m_rows)
         tl.store(p_recall + i_rows + o_rows, scaled(b_k, b_since), mask=m_rows)
         tl.store(p_write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
-        tl.store(p_total + i_chunk * K + o_k, b_total, mask=o_k < K)
+        # states are met at the chunk's start and written to at its end
+        b_none = tl.zeros([BK], tl.float32)
+        store_factors(p_factor, i_chunk, o_k, b_none, b_total, b_none, K)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
     b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
     store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+
+
+@triton.jit
+def solve_keyed(
+    p_q,
+    p_k,
+    p_beta,
+    p_gate,
+    p_strong,
+    p_read_in,
+    p_inverse_in,
+    p_transposed_in,
+    p_query_in,
+    p_recall_in,
+    p_write_in,
+    p_factor_in,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_read,
+    p_inverse,
+    p_transposed,
+    p_query,
+    p_recall,
+    p_write,
+    p_factor,
+    p_weight,
+    CALL: tl.constexpr,
+    BK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FINE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LOOK: tl.constexpr,
+    KEEP: tl.constexpr,
+    STRONG: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """What `solve` gives, and queries and keys as states see them, whatever the gates.
+
+    These are queries and keys decayed since the chunk's start (`query`, `recall`), keys decayed until its end
+    (`write`), and what is left of a state at the chunk's end, as one of three factors.
+
+    STRONG does so where `p_strong` says, beside results that come as `p_…_in`, in the same memory. Most often there is
+    nothing to do, so a program looks after a chunk's heads at once, at most LOOK.
+    """
+    H: tl.constexpr = CALL.heads
+    i_program = tl.program_id(0)
+    if STRONG:
+        o_flag = tl.arange(0, LOOK)
+        b_flag = tl.load(p_strong + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
+        if tl.sum(b_flag, 0) > 0:
+            for i_h in range(0, H):
+                if tl.sum(tl.where(o_flag == i_h, b_flag, 0), 0) > 0:
+                    of_chunk(
+                        p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight,
+                        p_query, p_recall, p_write, p_factor, i_program, i_h, CALL, BK, LEVELS, FINE, LIMIT, KEEP,
+                        STRONG, PACKED,
+                    )  # fmt: skip
+    else:
+        of_chunk(
+            p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight, p_query, p_recall,
+            p_write, p_factor, i_program // H, i_program % H, CALL, BK, LEVELS, FINE, LIMIT, KEEP, STRONG, PACKED,
+        )  # fmt: skip

@@ -91,6 +91,7 @@ def of_chunk(
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     PAD: tl.constexpr = K % BK != 0
+    MIDDLE: tl.constexpr = CALL.middle
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_chunk = i_block.to(tl.int64) * H + i_h
     i_row = i_c * C
@@ -119,14 +120,17 @@ def of_chunk(
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         if STRONG:
-            is_here = tl.load(p_strong + i_chunk * NK + i_k) != 0
+            is_here = tl.load(p_strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
         else:
             b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1), FINE)
             b_bits = b_whole + b_rest
-            is_here = tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT
-            if i_v == 0:
-                tl.store(p_flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
+            if MIDDLE:
+                is_here = tl.load(p_strong + i_chunk) == 0
+            else:
+                is_here = tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT
+                if i_v == 0:
+                    tl.store(p_flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
         if is_here:
             o_state = o_v[:, None] * K + o_k[None, :]
             m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
@@ -167,22 +171,29 @@ def of_chunk(
             else:
                 # states are met at the chunk's middle too
                 b_bits = tl.where((o_r >= C // 2)[None, :], b_bits, -b_bits)
-                b_first = tl.sum(tl.where((o_r == 0)[None, :], in_bits(b_gate) - b_bits, 0.0), 1)
-                b_last = tl.sum(tl.where(m_end, b_bits, 0.0), 1)
-                b_leaving = b_leaving * tl.exp2(tl.minimum(b_first + b_last, MOST))
+                if not MIDDLE:
+                    b_first = tl.sum(tl.where((o_r == 0)[None, :], in_bits(b_gate) - b_bits, 0.0), 1)
+                    b_last = tl.sum(tl.where(m_end, b_bits, 0.0), 1)
+                    b_leaving = b_leaving * tl.exp2(tl.minimum(b_first + b_last, MOST))
+                    b_first = tl.exp2(tl.minimum(b_first, MOST))[:, None]
                 b_late_q = scaled(b_q, tl.exp2(b_bits))
                 b_late_k = scaled(b_k, tl.exp2(b_bits))
                 b_early_k = scaled(b_k, tl.exp2(-b_bits))
-                b_first = tl.exp2(tl.minimum(b_first, MOST))[:, None]
-                b_grad = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION) * b_first
+                b_grad = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
+                if not MIDDLE:
+                    b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dscore), acc=b_grad, input_precision=PRECISION)
                 b_flow = b_late_q.to(tl.float32) * b_grad
                 b_dq = b_grad * tl.exp2(b_bits)
-                b_grad = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION) * b_first
+                b_grad = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
+                if not MIDDLE:
+                    b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dbelow), acc=b_grad, input_precision=PRECISION)
                 b_flow += b_late_k.to(tl.float32) * b_grad
                 b_dk = b_grad * tl.exp2(b_bits)
-                b_grad = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION) * tl.exp2(b_last)[:, None]
+                b_grad = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
+                if not MIDDLE:
+                    b_grad = b_grad * tl.exp2(b_last)[:, None]
                 b_leaving += tl.sum(b_early_k.to(tl.float32) * b_grad, 1)
                 b_grad = tl.dot(b_late_q, b_dscore, acc=b_grad, input_precision=PRECISION)
                 b_grad = tl.dot(b_late_k, b_dbelow, acc=b_grad, input_precision=PRECISION)
@@ -233,16 +244,17 @@ def gradients_keyed(
 ):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
-    Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are flagged and left out;
-    STRONG finds these, split dyadically, beside results that come as `p_…_in`, in the same memory. Most often there are
-    none, so a program looks after a chunk's heads at once, at most LOOK flags.
+    Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are left out, and flagged
+    unless the walks, which met states there, have flagged the chunk. STRONG finds these, split dyadically, beside
+    results that come as `p_…_in`, in the same memory. Most often there are none, so a program looks after a chunk's
+    heads at once, at most LOOK flags.
 
     A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
     leaves the chunk.
     """
     H: tl.constexpr = CALL.heads
     NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
-    FLAGS: tl.constexpr = H * ((CALL.key_dim + BK - 1) // BK)
+    FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + BK - 1) // BK)
     i_program = tl.program_id(0)
     i_v = i_program % NV
     if STRONG:

@@ -41,31 +41,11 @@ def store_system(
 
 
 @triton.jit
-def solve(
-    p_q,
-    p_k,
-    p_beta,
-    p_known,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_read,
-    p_inverse,
-    p_transposed,
-    p_weight,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    EACH: tl.constexpr,
-    KEEP: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
-
-    With one gate a head weights are known, by `weigh`.
-
-    KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
-    """
+def solve_heads(
+    p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row, i_first, n_rows,
+    n_read, CALL: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """What `solve` gives, of one chunk, which may be known to have all rows."""
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -74,14 +54,8 @@ def solve(
     DECAY: tl.constexpr = CALL.decay
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
-    WHOLE: tl.constexpr = CALL.whole
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
-    i_program = tl.program_id(0)
-    i_first_head = i_program % (H // EACH) * EACH
-    i_block = i_program // (H // EACH)
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_row = i_c * C
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
     o_t = o_r
@@ -116,3 +90,56 @@ def solve(
         if DECAY == "head":
             b_score = b_score * b_pair
         store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+
+
+@triton.jit
+def solve(
+    p_q,
+    p_k,
+    p_beta,
+    p_known,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_read,
+    p_inverse,
+    p_transposed,
+    p_weight,
+    CALL: tl.constexpr,
+    BK: tl.constexpr,
+    EACH: tl.constexpr,
+    KEEP: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
+
+    With one gate a head weights are known, by `weigh`.
+
+    KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
+    """
+    H: tl.constexpr = CALL.heads
+    C: tl.constexpr = CALL.chunk
+    WHOLE: tl.constexpr = CALL.whole
+    i_program = tl.program_id(0)
+    i_first_head = i_program % (H // EACH) * EACH
+    i_block = i_program // (H // EACH)
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_row = i_c * C
+    if PACKED:
+        # of packed sequences most chunks have all rows; there are fewer than could be
+        if i_row + C <= n_read:
+            solve_heads(
+                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row,
+                i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
+            )  # fmt: skip
+        elif i_row < n_rows:
+            solve_heads(
+                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row,
+                i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
+            )  # fmt: skip
+    else:
+        solve_heads(
+            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row, i_first,
+            n_rows, n_read, CALL, BK, EACH, KEEP, WHOLE,
+        )  # fmt: skip

@@ -51,7 +51,8 @@ def forward(
     p_read,
     p_inverse,
     p_weight,
-    p_total,
+    p_factor,
+    p_strong,
     p_start,
     p_cu,
     p_owner,
@@ -72,7 +73,9 @@ def forward(
 ):
     """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
 
-    With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`.
+    With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`, and so
+    does `e^{A_C}`. Or, where gates are not too strong for it, they are all against the chunk's middle, to which states
+    are decayed before they are met, and from there when they were written to.
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start. Time is "whole", or cut in
     "segments" that start from states of their own, [value dims, key dims]. For those an "effects" walk finds what a
     segment makes of nothing, as `p_last`, and of each key dim, as `p_states`.
@@ -85,6 +88,7 @@ def forward(
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
+    MIDDLE: tl.constexpr = CALL.middle
     SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
     FLIP: tl.constexpr = CALL.flip
@@ -126,12 +130,17 @@ def forward(
         if TIME == "segments":
             p_tile = p_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_state += tl.load(p_tile, mask=m_start, other=0.0)
+    p_fade = p_factor + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
+    if MIDDLE:
+        b_state = b_state * tl.load(p_fade, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p_v.dtype.element_ty)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         i_row = i_c * C
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
+        if MIDDLE:
+            is_strong = tl.load(p_strong + i_chunk) != 0
         m_read = i_row + o_r < n_read
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
@@ -168,9 +177,17 @@ def forward(
         if DECAY == "head":
             b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
         b_put = b_u * b_weight
-        if DECAY == "key":
-            b_state = b_state * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        if MIDDLE:
+            if is_strong:
+                b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+        elif DECAY == "key":
+            b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
+        if MIDDLE:
+            b_fade = tl.load(p_fade + 2 * K, mask=o_k < K, other=0.0)
+            b_fade = b_fade * tl.load(p_fade + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
+            b_state = b_state * b_fade[None, :]
+        p_fade += 3 * H * K
         # always so; the compiler asks for the next chunk's rows before it comes to what is conditional
         if not EFFECTS:
             if i_c < n_chunks:
@@ -211,7 +228,8 @@ def backward(
     p_read,
     p_transposed,
     p_weight,
-    p_total,
+    p_factor,
+    p_strong,
     p_dlast,
     p_cu,
     p_owner,
@@ -241,6 +259,7 @@ def backward(
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
+    MIDDLE: tl.constexpr = CALL.middle
     SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
     FLIP: tl.constexpr = CALL.flip
@@ -277,11 +296,16 @@ def backward(
         if TIME == "segments":
             p_tile = p_dlast + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
+    p_fade = p_factor + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
+    if MIDDLE:
+        b_dstate = b_dstate * tl.load(p_fade + 2 * K, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
         i_row = i_c * C
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
+        if MIDDLE:
+            is_strong = tl.load(p_strong + i_chunk) != 0
         m_read = i_row + o_r < n_read
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
@@ -302,13 +326,22 @@ def backward(
             b_query = b_query * b_since
             b_beta = b_beta * b_since
             b_dstate = b_dstate * tl.load(p_row + 2 * C - 1)
-        if DECAY == "key":
-            b_dstate = b_dstate * tl.load(p_total + i_chunk * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        if MIDDLE:
+            if is_strong:
+                b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+        elif DECAY == "key":
+            b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
+        if MIDDLE:
+            b_fade = tl.load(p_fade, mask=o_k < K, other=0.0)
+            p_before = p_fade - 3 * H * K + 2 * K
+            b_fade = b_fade * tl.load(p_before, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
+            b_dstate = b_dstate * b_fade[None, :]
+        p_fade -= 3 * H * K
         if not EFFECTS:
             # always so, as in `forward`
             if i_c < n_chunks:

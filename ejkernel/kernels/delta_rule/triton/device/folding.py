@@ -1,0 +1,221 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code for one gate a key dim, none too strong: gates folded into queries and keys, and systems of the result.
+
+A chunk's gates are folded against one reference in its middle: queries and keys are decayed from there to their tokens,
+keys also from their tokens to there, inversely before it. Sums go from token to token, one key dim a thread, which
+takes a small part of the instructions of sums by products of tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
+from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
+from ejkernel.kernels.delta_rule.triton.device.system import store_system
+
+
+@triton.jit
+def store_factors(p_factor, i_chunk, o_k, b_enter, b_through, b_leave, K: tl.constexpr):
+    """Bits of what is left of a state where queries and keys meet it, of that until it is written to, and from then on.
+
+    Finite, since 0 times infinity is no number.
+    """
+    p_tile = p_factor + i_chunk * (3 * K) + o_k
+    tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=o_k < K)
+    tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=o_k < K)
+    tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=o_k < K)
+
+
+@triton.jit
+def load_each(
+    p, i_row, i_before, n_read, m_k, ROWS: tl.constexpr, LATE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr
+):
+    """ROWS from the `i_row`-th outwards, later than `i_before`: all are asked for before any is waited for."""
+    found = ()
+    for i in tl.static_range(ROWS):
+        o_row = i * STEP if LATE else -i * STEP
+        if WHOLE:
+            b = tl.load(p + o_row)
+        else:
+            i_here = i_row + i if LATE else i_row - i
+            b = tl.load(p + o_row, mask=m_k & (i_here < n_read) & (i_here > i_before), other=0.0)
+        found = found + (b.to(tl.float32),)  # noqa: RUF005 (Triton takes no star here)
+    return found
+
+
+@triton.jit
+def load_half(
+    p_q, p_k, p_gate, i_first, n_rows, n_read, i_row, i_h, o_k, m_k, CALL: tl.constexpr, ROWS: tl.constexpr,
+    LATE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Gates, queries and keys from the `i_row`-th outwards."""
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    STEP: tl.constexpr = -K if CALL.flip else K
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
+    p_gate += (i_token * H + i_h) * K + o_k
+    p_q += (i_token * HQ + i_h // (H // HQ)) * K + o_k
+    p_k += (i_token * HK + i_h // (H // HK)) * K + o_k
+    # the first gate is in the state that the sequence begins with
+    gates = load_each(p_gate, i_row, 0, n_read, m_k, ROWS, LATE, STEP * H, WHOLE and LATE)
+    keys = load_each(p_k, i_row, -1, n_read, m_k, ROWS, LATE, STEP * HK, WHOLE)
+    queries = load_each(p_q, i_row, -1, n_read, m_k, ROWS, LATE, STEP * HQ, WHOLE)
+    return gates, queries, keys
+
+
+@triton.jit
+def store_half(
+    gates, queries, keys, b_sum, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
+    CALL: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Folds what `load_half` gave; returns the sum of gates so far, and the largest on the way."""
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * H * K
+    o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * H + i_h) * K + o_k
+    for i in tl.static_range(ROWS):
+        # before the middle, a row's own gate does not lie between
+        b_gate = gates[i] * LOG2E
+        if LATE:
+            b_sum += b_gate
+        b_there = tl.exp2(b_sum if LATE else -b_sum)
+        b_back = tl.exp2(-b_sum if LATE else b_sum)
+        if not LATE:
+            b_sum += b_gate
+        b_most = tl.maximum(b_most, tl.abs(b_sum))
+        b_query = (queries[i] * b_there).to(p_query.dtype.element_ty)
+        b_recall = (keys[i] * b_there).to(p_query.dtype.element_ty)
+        b_write = (keys[i] * b_back).to(p_query.dtype.element_ty)
+        if WHOLE:
+            tl.store(p_query + o_rows + i * STEP, b_query)
+            tl.store(p_recall + o_rows + i * STEP, b_recall)
+            tl.store(p_write + o_rows + i * STEP, b_write)
+        else:
+            m_row = m_k & ((i_row + i if LATE else i_row - i) < n_read)
+            tl.store(p_query + o_rows + i * STEP, b_query, mask=m_row)
+            tl.store(p_recall + o_rows + i * STEP, b_recall, mask=m_row)
+            tl.store(p_write + o_rows + i * STEP, b_write, mask=m_row)
+    return b_sum, b_most
+
+
+@triton.jit
+def fold_chunk(
+    p_q, p_k, p_gate, p_query, p_recall, p_write, p_factor, i_first, n_rows, n_read, i_row, i_h, i_chunk,
+    CALL: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Stores a chunk's queries and keys, folded, and decays of states; returns if gates are too strong for that."""
+    K: tl.constexpr = CALL.key_dim
+    HALF: tl.constexpr = CALL.chunk // 2
+    WHOLE: tl.constexpr = CALL.whole and K == BK
+    # of each half, on their way at once, as many as registers hold
+    ROWS: tl.constexpr = min(HALF, 16, 2048 // BK)
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    b_early = tl.zeros([BK], tl.float32)
+    b_late = tl.zeros([BK], tl.float32)
+    b_most = tl.zeros([BK], tl.float32)
+    for i in range(0, HALF // ROWS):
+        i_late = i_row + HALF + ROWS * i
+        i_early = i_row + HALF - 1 - ROWS * i
+        late_g, late_q, late_k = load_half(
+            p_q, p_k, p_gate, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, CALL, ROWS, True, WHOLE
+        )
+        early_g, early_q, early_k = load_half(
+            p_q, p_k, p_gate, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, CALL, ROWS, False, WHOLE
+        )
+        b_late, b_most = store_half(
+            late_g, late_q, late_k, b_late, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_late, i_h,
+            o_k, m_k, CALL, ROWS, True, WHOLE,
+        )  # fmt: skip
+        b_early, b_most = store_half(
+            early_g, early_q, early_k, b_early, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_early,
+            i_h, o_k, m_k, CALL, ROWS, False, WHOLE,
+        )  # fmt: skip
+    store_factors(p_factor, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, K)
+    return tl.max(b_most, 0) > LIMIT
+
+
+@triton.jit
+def solve_folded(
+    p_q,
+    p_k,
+    p_beta,
+    p_gate,
+    p_cu,
+    p_owner,
+    T,
+    N,
+    p_read,
+    p_inverse,
+    p_transposed,
+    p_weight,
+    p_query,
+    p_recall,
+    p_write,
+    p_factor,
+    p_strong,
+    CALL: tl.constexpr,
+    BK: tl.constexpr,
+    LIMIT: tl.constexpr,
+    KEEP: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """What `solve_keyed` gives, against the chunk's middle, and whether that is no good since gates are too strong.
+
+    Systems are of queries and keys as the walks read them: what rounding does to those is the same for tokens of one
+    chunk and of two.
+    """
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    C: tl.constexpr = CALL.chunk
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.precision
+    WHOLE: tl.constexpr = CALL.whole
+    INVERT: tl.constexpr = CALL.invert
+    SOLVE: tl.constexpr = CALL.solve
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_chunk = i_program.to(tl.int64)
+    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_row = i_c * C
+    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    o_r = tl.arange(0, C)
+    o_t = o_r
+    if FLIP:
+        o_t = -o_r
+    o_k = tl.arange(0, BK)
+    m_read = i_row + o_r < n_read
+    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+    b_beta = writing(b_beta)
+    is_strong = fold_chunk(
+        p_q, p_k, p_gate, p_query, p_recall, p_write, p_factor, i_first, n_rows, n_read, i_row, i_h, i_chunk,
+        CALL, BK, LIMIT,
+    )  # fmt: skip
+    tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+    tl.store(p_strong + i_chunk, is_strong.to(tl.int32))
+    if is_strong | (i_row >= n_rows):
+        return
+    # what other threads have written
+    tl.debug_barrier()
+    b_recall = load_rows(p_recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_query = load_rows(p_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    # selected before anything multiplies them: a pair that nobody reads may have overflowed
+    b_below = tl.dot(b_recall, tl.trans(b_write), input_precision=PRECISION)
+    b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
+    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+    b_score = tl.dot(b_query, tl.trans(b_write), input_precision=PRECISION)
+    b_score = tl.where(o_r[:, None] > o_r[None, :], b_score, 0.0)
+    # a token's own key crosses no gate
+    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
+    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+    b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
+    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
