@@ -8,6 +8,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,14 +21,14 @@ import numpy as np
 
 from benchmarks import delta_rule
 from benchmarks.linear_recurrence import Arrays, forward, with_gradient
-from ejkernel import recurrent
+from ejkernel import _drawing, recurrent
 from ejkernel.bench.results import processor
 from ejkernel.bench.timing import compare, milliseconds
 from ejkernel.kernels.chunks import faster_walk
 
 KINDS = ("head", "key", "value", "delta")
 DIMS = (16, 64, 128, 256)
-TOKENS = (4, 16, 64, 256, 2048, 16384)
+TOKENS = (1, 16, 128, 1024, 65536)
 HEADS = (4, 32)
 RESULTS = Path(__file__).parent / "results"
 TABLE = Path(faster_walk.__file__).with_name("faster_walk.json")
@@ -51,20 +52,21 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     for each in itertools.starmap(Cell, itertools.product(KINDS, HEADS, DIMS, TOKENS, (False, True), (False, True))):
-        # what packing, many heads and gradients change shows at a few lengths
-        if each.packed and (each.heads > 4 or each.tokens != 2048 or each.gradient):
+        # what packing, many heads and great length change shows at a few sizes
+        if each.packed and (each.heads > 4 or each.tokens != (128 if each.gradient else 1024)):
             continue
-        if each.heads > 4 and (each.dim not in (64, 128) or each.tokens != 256 or each.gradient):
+        if each.heads > 4 and (each.dim not in (64, 128) or each.tokens != 128 or each.gradient):
             continue
-        if each.tokens > 2048 and each.dim != 64:
+        if each.tokens > 1024 and (each.dim != 64 or each.gradient):
             continue
-        if each.gradient and (each.tokens not in (4, 64, 2048) or each.dim > 64):
+        # the scan's gradients keep three states a token
+        if each.gradient and each.tokens * each.dim**2 > 1 << 21:
             continue
         yield each
 
 
 def borders(tokens: int) -> np.ndarray:
-    """Of sequences of 16 to 112 tokens and more."""
+    """Of sequences of 16 to 112 tokens, or of 8 to 56."""
     lengths = np.resize([3, 1, 7, 5], max(4, tokens // 64))
     return np.concatenate([[0], np.cumsum(lengths) * tokens // lengths.sum()]).astype(np.int32)
 
@@ -111,7 +113,7 @@ def token_scan(
 
 
 def candidates(cell: Cell) -> dict[str, Callable[[], Any]]:
-    """The scan and ours, compiled: both walks, or with gradients the one that has them."""
+    """The scan and ours, by both walks, compiled."""
     op = delta_rule.OPS["delta_rule"] if cell.kind == "delta" else recurrent
     scan, ours = token_scan, op
     if cell.packed:
@@ -132,7 +134,7 @@ def candidates(cell: Cell) -> dict[str, Callable[[], Any]]:
         return functools.partial(call.func.lower(inputs).compile(), inputs)
 
     found["scan"] = compiled(scan)
-    for name in ("chunks",) if cell.gradient else ("tokens", "chunks"):
+    for name in ("tokens", "chunks"):
         with faster_walk.forced(name == "tokens"):
             found[name] = compiled(ours)
     return found
@@ -148,10 +150,13 @@ def measured(cell: Cell) -> dict[str, Any]:
     def repeated(function: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: [function() for _ in range(calls)]
 
-    rounds = 3 if once > 150 else 7
+    rounds = 3 if once > 150 else 5 if once > 20 else 9
     rows = compare(str(cell), {name: repeated(each) for name, each in found.items()}, rounds=rounds)
     # how many times as long as ours the scan takes
-    times = {f"{row.name}_times": float(f"{1 / row.ratio:.3g}") for row in rows[1:]}
+    tokens, chunks = (float(f"{1 / row.ratio:.3g}") for row in rows[1:])
+    # tokens by a tenth at least, if chunks keep up with the scan: between cells these gain more, as with more cores
+    by_tokens = tokens > (1.1 if chunks >= 1 else 1) * chunks
+    times = {"tokens_times": tokens, "chunks_times": chunks, "by_tokens": by_tokens}
     return asdict(cell) | {"scan_ms": float(f"{rows[0].median_ms / calls:.4g}")} | times
 
 
@@ -160,20 +165,44 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def table(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What `faster_walk` chooses by: `heads, dim, tokens, whether tokens were faster`.
-
-    By a tenth at least: between cells chunks gain more, by more heads and by more cores.
-    """
+    """What `faster_walk` chooses by: `heads, dim, tokens, whether tokens were faster`."""
     found: dict[str, Any] = {}
     for report in reports:
         kinds = found.setdefault(".".join(report["jax"].split(".")[:2]), {})
         for row in report["rows"]:
-            if "tokens_times" in row:
-                points = kinds.setdefault(row["kind"], {}).setdefault("packed" if row["packed"] else "unpacked", [])
-                points.append(
-                    [row["heads"], row["dim"], row["tokens"], row["tokens_times"] > 1.1 * row["chunks_times"]]
-                )
+            what = ("packed" if row["packed"] else "unpacked") + (" gradient" if row["gradient"] else "")
+            points = kinds.setdefault(row["kind"], {}).setdefault(what, [])
+            points.append([row["heads"], row["dim"], row["tokens"], row["by_tokens"]])
     return found
+
+
+# what a place in the map is coloured by: how many times as long as ours the scan takes
+STEPS = {
+    "the scan is faster": (0.95, "#f08a72"),
+    "equal within a twentieth": (1.05, "#c3c7cf"),
+    "up to twice as fast": (2, "#a9d8a4"),
+    "more": (math.inf, "#5fb865"),
+}
+NAMES = {"head": "a gate a head", "key": "key gates", "value": "value gates", "delta": "delta_rule"}
+
+
+def draw(report: dict[str, Any], gradient: bool) -> str:
+    """The map of one release of JAX."""
+    rows = [row for row in report["rows"] if row["gradient"] == gradient and row["heads"] == HEADS[0]]
+    columns = sorted({(row["packed"], row["tokens"]) for row in rows})
+    found: dict[str, list[float | None]] = {}
+    for row in rows:
+        places = found.setdefault(f"{NAMES[row['kind']]}, {row['dim']}", [None] * len(columns))
+        taken = row["tokens_times" if row["by_tokens"] else "chunks_times"]
+        places[columns.index((row["packed"], row["tokens"]))] = taken
+    return _drawing.heat(
+        f"{'Forward and backward' if gradient else 'Forward'}: times as fast as lax.scan, JAX {report['jax']}",
+        "tokens",
+        [f"{tokens}\npacked" if packed else str(tokens) for packed, tokens in columns],
+        found,
+        STEPS,
+        size=(640, 23 * len(found) + 120),
+    )
 
 
 def main() -> None:
@@ -197,7 +226,7 @@ def main() -> None:
             candidates(cell)
             continue
         row = measured(cell)
-        print(f"{cell}: tokens {row.get('tokens_times', '-')}, chunks {row['chunks_times']}", flush=True)
+        print(f"{cell}: tokens {row['tokens_times']}, chunks {row['chunks_times']}", flush=True)
         found["rows"].append(row)
         _write(file, found)
 

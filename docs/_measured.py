@@ -361,13 +361,11 @@ def _cpu_map(packed: bool, gradient: bool) -> Iterator[list[str]]:
 def _beside(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    by_tokens = [row.get("tokens_times", 0) > 1.1 * row["chunks_times"] for row in rows]
-    ours = (
-        row["tokens_times" if by_token else "chunks_times"]
-        for row, by_token in zip(rows, by_tokens, strict=True)
+    text = " / ".join(
+        _times(row["tokens_times" if row["by_tokens"] else "chunks_times"])
+        for row in rows
     )
-    text = " / ".join(_times(each) for each in ours)
-    return f"*{text}*" if by_tokens[-1] else text
+    return f"*{text}*" if all(row["by_tokens"] for row in rows) else text
 
 
 def _one_query() -> Iterator[list[str]]:
@@ -406,6 +404,7 @@ TABLES = {
     "cpu_map": lambda: _cpu_map(packed=False, gradient=False),
     "cpu_map_packed": lambda: _cpu_map(packed=True, gradient=False),
     "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
+    "cpu_map_packed_gradients": lambda: _cpu_map(packed=True, gradient=True),
     "one_query": _one_query,
     "overhead": _overhead,
     "tpu_schedules": lambda: _schedules("tpu_schedules"),

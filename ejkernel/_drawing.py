@@ -1,4 +1,4 @@
-"""Lines and bars as SVG, by matplotlib: the same letters for the same numbers, and legible on white and on black."""
+"""Lines, bars and maps as SVG, by matplotlib: the same letters for the same numbers, legible on white and black."""
 
 import io
 import math
@@ -13,6 +13,7 @@ COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#9b5de5", "#b07d00", "#0097a7", "#d
 MARKS = "sD^o"
 # what a picture is drawn in, and what takes its place where the reader's screen is dark
 INK, GRID, PAPER = "#2f333b", "#dcdee3", "#ffffff"
+ON_COLOUR = "#101318"  # which stays
 DARK = {INK: "#d8dae0", GRID: "#3a3f4b", PAPER: "#1e2129"}
 STYLE = "".join(
     f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
@@ -141,6 +142,36 @@ def bars(
             axes.set_xticks(range(len(rows)), rows)
             axes.set_ylabel(unit)
         return picture.svg(handles, list(series))
+
+
+def heat(
+    title: str,
+    x_label: str,
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[float | None]],
+    steps: Mapping[str, tuple[float, str]],
+    *,
+    size: tuple[int, int],
+) -> str:
+    """A number in a coloured place for each column of each row.
+
+    `steps` are the legend: to each name below what, and in which colour, which words in `ON_COLOUR` must be legible on.
+    """
+    with _Picture(title, size) as picture:
+        axes = picture.axes
+        for row, values in enumerate(rows.values()):
+            for column, value in enumerate(values):
+                if value is not None:
+                    colour = next(colour for below, colour in steps.values() if value < below)
+                    axes.barh(row, 0.96, 0.92, left=column - 0.48, color=colour)
+                    said = f"{value:.2f}" if value < 10 else f"{value:.0f}"
+                    axes.text(column, row, said, color=ON_COLOUR, size=10, ha="center", va="center")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        axes.set_xlabel(x_label)
+        return picture.svg([picture.patch(color=colour) for _, colour in steps.values()], list(steps))
 
 
 class _Picture:

@@ -89,6 +89,15 @@ def x64():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def by_chunks():
+    """Recurrences go by chunks, as everywhere but with small states on a CPU; tests of the other walk ask for it."""
+    from ejkernel.kernels.chunks import faster_walk
+
+    with faster_walk.forced(by_tokens=False):
+        yield
+
+
 def assert_close(actual, expected, tolerance, what="", scale=None):
     """Bounds the largest error by `tolerance` times `scale`: the largest expected value, or 1 where all are 0."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import pictures
+from benchmarks import cpu_map, pictures
 from ejkernel import _drawing as drawing
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +78,15 @@ def test_bars_are_as_long_as_the_logarithms(flat):
     # the axis begins at 1e-4, a decade below the least
     assert len(bars) == 2 and bars[1] == pytest.approx(3 * bars[0], abs=0.1)
     assert {"x", "y", "z", "a", "b", "ms"} <= set(words(svg))
+
+
+def test_a_map_has_its_numbers_in_the_colour_of_their_step():
+    rows = {"a": [0.5, None, 0.9], "b": [2.0, 12.3, 1.0]}
+    svg = drawing.heat("t", "tokens", ["1", "16", "64"], rows, cpu_map.STEPS, size=(300, 200))
+    assert {"0.50", "0.90", "2.00", "12", "1.00", "1", "16", "64", "a", "b", *cpu_map.STEPS} <= set(words(svg))
+    # each colour once more, in the legend
+    assert [svg.count(f"fill: {colour}") for _, colour in cpu_map.STEPS.values()] == [3, 2, 1, 3]
+    assert min(contrast(drawing.ON_COLOUR, colour) for _, colour in cpu_map.STEPS.values()) >= 4.5
 
 
 def test_any_numbers_can_be_drawn():

@@ -78,8 +78,22 @@ def test_any_length(tokens, x64):
     check_against_oracle(case.arrays(), {}, TOLERANCE["float64"])
 
 
-def test_token_by_token(x64, small_chunks):
-    """What a CPU does with small states where nobody asks for gradients, here with all."""
+WITH_GRADIENTS = (
+    "no decay grouped",
+    "gamma packed reverse",
+    "one gate a head mixed",
+    "g grouped reverse",
+    "g mixed reverse packed",
+    "g packed unbatched grouped",
+    "g packed of short sequences",
+    "gv gamma",
+    "all gates mixed",
+    "all gates packed",
+)
+
+
+def test_token_by_token(x64):
+    """What a CPU does with small states, here with all."""
     with faster_walk.forced(by_tokens=True):
         for case in CASES:
             arrays = case.arrays()
@@ -89,6 +103,8 @@ def test_token_by_token(x64, small_chunks):
             expected = oracle.recurrent(**arrays, **case.options)
             assert_close(output, expected[0], TOLERANCE["float64"], f"{case}: output")
             assert_close(final, expected[1], TOLERANCE["float64"], f"{case}: final state")
+            if case.name in WITH_GRADIENTS:
+                check_against_oracle(arrays, case.options, TOLERANCE["float64"])
 
 
 @pytest.mark.parametrize("narrow", [("g",), ()], ids=["head", "key"])
@@ -176,11 +192,14 @@ def test_what_was_never_written_may_grow_at_any_rate(case, state, gate):
     assert_close(without[0], expected[0], 1e-5, "output without gradients")
 
 
-def test_few_tokens_that_never_wrote_may_grow_at_any_rate():
-    """One by one, as a CPU takes them."""
-    arrays = Case("few", tokens=5, gates={"g": "ordinary", "gv": "ordinary"}).arrays(np.float32)
+@pytest.mark.parametrize("tokens, dim", [(5, 4), (20, 16), (300, 4)])
+def test_what_never_wrote_may_grow_at_any_rate_token_by_token(tokens, dim):
+    """Zeros are kept so always, if the gates say so, or if the final state does."""
+    case = Case("grows", tokens=tokens, key_dim=dim, value_dim=dim, gates={"g": "ordinary", "gv": "ordinary"})
+    arrays = case.arrays(np.float32)
     arrays["g"][:, :3], arrays["gv"][:, :2], arrays["key"][:, :2] = 100, 100, 0
-    output, final = recurrent(**arrays)
+    with faster_walk.forced(by_tokens=True):
+        output, final = recurrent(**arrays)
     expected = oracle.recurrent(**arrays)
     assert_close(output, expected[0], 1e-6)
     assert_close(final, expected[1], 1e-6)
@@ -205,14 +224,17 @@ def test_states_do_not_drift(narrow):
     check_against_oracle(arrays, {}, TOLERANCE["float32"])
 
 
-def test_states_do_not_drift_token_by_token():
+@pytest.mark.parametrize("lengths", [None, (100, 8092)], ids=["row", "packed"])
+def test_states_do_not_drift_token_by_token(lengths):
     """Decays that are alike are rounded alike: that alone would be an error of 1e-4 here."""
-    arrays = Case("drift", batch=1, tokens=8192, key_dim=2, value_dim=2, heads=1, kv_heads=1).arrays(np.float32)
+    case = Case("drift", batch=1, tokens=8192, lengths=lengths, key_dim=2, value_dim=2, heads=1, kv_heads=1)
+    arrays = case.arrays(np.float32)
     arrays["g"] = np.full((1, 8192, 1, 2), -1.7e-6, np.float32)
     with faster_walk.forced(by_tokens=True):
-        results = recurrent(**arrays)
-    for actual, wanted in zip(results, oracle.recurrent(**arrays), strict=False):
-        assert_close(actual, wanted, 2e-5)
+        check_against_oracle(arrays, {}, 2e-5)
+        alone = recurrent(**arrays)
+    for actual, wanted in zip(alone, oracle.recurrent(**arrays), strict=False):
+        assert_close(actual, wanted, 2e-5, "without gradients")
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -354,11 +376,16 @@ class TestFamily:
 class TestTransformations:
     case = Case("small", batch=2, tokens=20, gates={"g": "ordinary"}, state="each", **{"heads": 4, "kv_heads": 2})
 
+    @pytest.fixture(params=["by chunks", "by tokens"])
+    def walk(self, request):
+        with faster_walk.forced(request.param == "by tokens"):
+            yield
+
     def loss(self, arrays):
         output, final = recurrent(**arrays)
         return (output**2).sum() + jnp.sin(final).sum()
 
-    def test_grad_of_grad(self, x64):
+    def test_grad_of_grad(self, x64, walk):
         """Against differences of the first gradient, in a direction that moves every argument."""
         arrays = {n: jnp.asarray(x) for n, x in self.case.arrays().items()}
         arrays["gv"] = jnp.full((2, 20, 4, 3), -0.1)
@@ -376,7 +403,7 @@ class TestTransformations:
         for n, x in second.items():
             assert_close(x, expected[n], 1e-7, n)
 
-    def test_grad_of_grad_with_resets_is_finite(self):
+    def test_grad_of_grad_with_resets_is_finite(self, walk):
         arrays = {n: jnp.asarray(x) for n, x in self.case.arrays(np.float32).items()}
         arrays["g"] = arrays["g"].at[:, ::5].set(-jnp.inf)
         for width in (1, 5):
@@ -384,7 +411,7 @@ class TestTransformations:
             second = jax.grad(lambda x: sum((g**2).sum() for g in jax.grad(self.loss)(x).values()))(some)
             assert all(np.isfinite(x).all() for x in second.values())
 
-    def test_vmap(self):
+    def test_vmap(self, walk):
         arrays = self.case.arrays(np.float32)
         stacked = {n: np.stack([x, x[::-1]]) for n, x in arrays.items()}
         output = jax.vmap(lambda x: recurrent(**x)[0])(stacked)
@@ -393,7 +420,7 @@ class TestTransformations:
         for n, x in jax.grad(self.loss)(arrays).items():
             assert_close(grads[n][0], x, 1e-6, n)
 
-    def test_vmap_over_borders(self):
+    def test_vmap_over_borders(self, walk):
         arrays = {n: x[:1] for n, x in self.case.arrays(np.float32).items() if n != "initial_state"}
         borders = jnp.array([[0, 5, 20], [0, 0, 13]])
         outputs, states = jax.vmap(lambda cu: recurrent(**arrays, cu_seqlens=cu))(borders)

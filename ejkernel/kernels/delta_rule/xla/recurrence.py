@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks import layout, token_walk, walk
-from ejkernel.kernels.chunks.faster_walk import faster
+from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks.faster_walk import Walk, by_the_faster_walk
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.delta_rule.call import Call
@@ -72,34 +72,17 @@ def _by_chunks(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_st
     return walk.forward(call, one_chunk, chunk, *entered, cu_seqlens, keep_states)
 
 
-def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    """The results alone."""
-    gates, einsum = functools.partial(_gates_of, call, inputs), walk.einsum_of(call)
+def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, walk_of: Walk) -> Any:
+    """What this walk makes of them."""
+    a, einsum = inputs.log_decay, walk.einsum_of(call)
+    gates = a[..., None] if call.decay == "head" and a is not None else a, None
 
     def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
         query, key, value, beta = token
         return decode.corrected(call, query, key, value, beta, kept, einsum)
 
-    return token_walk.forward(call, step, inputs[:4], gates, *_entered(call, inputs, cu_seqlens), cu_seqlens)
-
-
-def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    return faster(
-        call,
-        "delta",
-        lambda: _by_tokens(call, inputs, cu_seqlens),
-        lambda: _by_chunks(call, inputs, cu_seqlens, keep_states=False)[0],
-    )
-
-
-def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
-    results, starts = _by_chunks(call, inputs, cu_seqlens, keep_states=True)
-    return results, (inputs, cu_seqlens, starts)
-
-
-def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
-    inputs, cu_seqlens, met = residuals
-    return gradients(call, inputs, cu_seqlens, met, cotangents), None
+    starts, first = _entered(call, inputs, cu_seqlens)
+    return walk_of(call, step, starts is not None, (inputs[:4], gates, first, cu_seqlens))
 
 
 def gradients(
@@ -133,5 +116,4 @@ def gradients(
     return grads
 
 
-recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-recurrence.defvjp(_forward, _backward)
+recurrence = by_the_faster_walk(lambda call: "delta", _by_tokens, _by_chunks, gradients)

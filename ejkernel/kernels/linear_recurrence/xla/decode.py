@@ -32,7 +32,7 @@ def written(
     """The output `[B, 1, H, V]` and the state after a token that finds `kept` of what was there, or nothing."""
     dtype = call.state_dtype
     q, k, v = (jnp.repeat(x[:, 0].astype(dtype), call.heads // x.shape[2], axis=1) for x in (query, key, value))
-    state = k[..., :, None] * v[..., None, :]  # [B, H, K, V]
+    state = einsum("bhk,bhv->bhkv", k, v)
     state = state if kept is None else kept + state
     output = call.scale * einsum("bhk,bhkv->bhv", q, state)
     return output[:, None].astype(call.dtype), state

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks import layout, token_walk, walk
-from ejkernel.kernels.chunks.faster_walk import faster
+from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks.faster_walk import Walk, by_the_faster_walk
 from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens, where_there_are_tokens
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, value_chunk
+from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -90,34 +91,30 @@ def _by_chunks(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, keep_st
     return walk.forward(call, mathematics(call), chunk, *entered, cu_seqlens, keep_states)
 
 
-def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    """The results alone."""
-    gates, einsum = functools.partial(_gates_of, call, inputs), walk.einsum_of(call)
+def _of_tokens(call: Call, gamma: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+    """Constant log decays of sequences `[N, H]` as those of tokens `[B, T, H]`."""
+    if cu_seqlens is None:
+        return jnp.broadcast_to(gamma[:, None], (call.batch, call.tokens, call.heads))
+    return gamma.at[prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)].get(mode="clip")[None]
+
+
+def _by_tokens(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, walk_of: Walk) -> Any:
+    """What this walk makes of them."""
+    a, b, einsum = inputs.log_decay, inputs.value_log_decay, walk.einsum_of(call)
+    if call.decay == "constant" and a is not None:
+        a = _of_tokens(call, a, cu_seqlens)
+    gates = a if a is None or call.decay == "key" else a[..., None], b
 
     def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
         query, key, value = token
         return decode.written(call, query, key, value, kept, einsum)
 
-    return token_walk.forward(call, step, inputs[:3], gates, *_entered(call, inputs, cu_seqlens), cu_seqlens)
+    starts, first = _entered(call, inputs, cu_seqlens)
+    return walk_of(call, step, starts is not None, (inputs[:3], gates, first, cu_seqlens))
 
 
-def _primal(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> Results:
-    return faster(
-        call,
-        "value" if call.value_decay else "key" if call.decay == "key" else "head",
-        lambda: _by_tokens(call, inputs, cu_seqlens),
-        lambda: _by_chunks(call, inputs, cu_seqlens, keep_states=False)[0],
-    )
-
-
-def _forward(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
-    results, starts = _by_chunks(call, inputs, cu_seqlens, keep_states=True)
-    return results, (inputs, cu_seqlens, starts)
-
-
-def _backward(call: Call, residuals: Any, cotangents: Results) -> tuple[Inputs, None]:
-    inputs, cu_seqlens, met = residuals
-    return gradients(call, inputs, cu_seqlens, met, cotangents), None
+def _kind(call: Call) -> str:
+    return "value" if call.value_decay else "key" if call.decay == "key" else "head"
 
 
 def gradients(
@@ -174,5 +171,4 @@ def _through_first_gates(
     return grads._replace(log_decay=d_decay, value_log_decay=d_value_decay, initial_state=d_state)
 
 
-recurrence = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-recurrence.defvjp(_forward, _backward)
+recurrence = by_the_faster_walk(_kind, _by_tokens, _by_chunks, gradients)
