@@ -170,6 +170,7 @@ FEW = [
         bias_heads=1,
         sink_shape=(4, 2),
     ),
+    Case("one query a key", queries=1, keys=37, key_dim=5, mask_heads=1, sink_shape=(2,)),
     Case("few queries, mask", queries=2, keys=19, **GROUPED, key_dim=1, mask_heads=2, dead=(1,)),
     Case(
         "few queries, packed",

@@ -1,8 +1,9 @@
 """Products of few queries with many keys on a CPU, in the layout that keys and values come in, `[B, L, Hkv, D]`.
 
 XLA's matrix products want the keys of each head side by side, and copy all of them first: that takes several times as
-long as to read them. Products number by number need no copy. Added piece by piece they stay vectors on every core, and
-there are too few of them for a matrix product to be faster.
+long as to read them. Two ways need no copy. One query for each key is multiplied number by number: added piece by piece
+these products stay vectors on every core. More queries are multiplied with the keys of all heads, in one matrix product
+over the cache as it lies, of which each head takes its own part.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import alike
 
-# queries for each key; with more of them, matrix products gain what the copies cost
-_MOST = 4
+# queries of all heads; with more of them, products with other heads' keys cost more than copies
+_MOST = 32
 
 
 def pays(call: Call) -> bool:
@@ -24,9 +26,7 @@ def pays(call: Call) -> bool:
     known = all(isinstance(each, int) and each > 0 for each in sizes)
     if not known or call.block_sizes is not None:
         return False
-    # where all weights are held at once, several queries a key make up for copies of a short cache
-    short = call.return_weights and call.keys < 8192
-    return call.groups * call.queries <= (1 if short else _MOST)
+    return call.groups * call.queries == 1 or call.heads * call.queries <= _MOST
 
 
 def on_cpu(product: Callable[[Array, Array], Array], plain: Callable[[Array, Array, Any], Array]) -> Any:
@@ -66,10 +66,12 @@ def _numbers(call: Call, x: Array) -> Array:
 
 def scores(call: Call, query: Array, key: Array) -> Array:
     """Of queries `[B, Hkv, G, S, D]` and the bits of keys `[B, L, Hkv, D]`, `[B, Hkv, G, S, L]`."""
+    if call.groups * call.queries > 1:
+        return _scores_of_all_heads(call, query, key)
     query, key = query.astype(call.wide)[:, None], key[:, :, :, None, None]
 
-    def products(first: int, last: int) -> Array:
-        return query[..., first:last] * _numbers(call, key[..., first:last])  # [B, L, Hkv, G, S, D]
+    def products(pieces: slice) -> Array:
+        return query[..., pieces] * _numbers(call, key[..., pieces])  # [B, L, Hkv, G, S, D]
 
     found = _sum(products, call.key_dim, axis=-1, pieces=2)
     # the largest and the weights would each compute them
@@ -81,29 +83,79 @@ def weighted(call: Call, weights: Array, value: Array) -> Array:
 
     Values without weight have no part in it, even if they are NaN.
     """
+    if call.groups * call.queries > 1:
+        return _weighted_of_all_heads(call, weights, value)
     # each serves many values, and would be computed anew for every one
     weights = lax.optimization_barrier(jnp.moveaxis(weights.astype(call.wide), -1, 1))[..., None]
     value = value[:, :, :, None, None]
 
-    def products(first: int, last: int) -> Array:
-        weight = weights[:, first:last]
-        return jnp.where(weight == 0, 0, weight * _numbers(call, value[:, first:last]))  # [B, L, Hkv, G, S, Dv]
+    def products(pieces: slice) -> Array:
+        weight = weights[:, pieces]
+        return jnp.where(weight == 0, 0, weight * _numbers(call, value[:, pieces]))  # [B, L, Hkv, G, S, Dv]
 
-    # what is left of the pieces goes through memory, once for every query
-    pieces = 8 if call.groups * call.queries == 1 else 16
-    return _sum(products, value.shape[1], axis=1, pieces=pieces)
+    return _sum(products, value.shape[1], axis=1, pieces=16)
 
 
-def _sum(part: Callable[[int, int], Array], size: int, axis: int, pieces: int) -> Array:
-    """The sum over an axis of that size, of which `part(first, last)` is a part; so many pieces at a time."""
+def _scores_of_all_heads(call: Call, query: Array, key: Array) -> Array:
+    B, L, N, D = key.shape
+    found = _matmul(call, "bqd,bkd->bqk", query.reshape(B, -1, D), _halves(key).reshape(B, L * N, D))
+    return _of_own_head(found.reshape(B, N, -1, L, N), -1).reshape(*query.shape[:-1], L)
+
+
+def _weighted_of_all_heads(call: Call, weights: Array, value: Array) -> Array:
+    B, L, N, D = value.shape
+
+    def product(value: Array) -> Array:
+        # half-precision values keep their half-precision matmul, summed in float32
+        rows = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
+        found = _matmul(call, "bql,blx->bqx", rows.reshape(B, -1, L), value.reshape(B, L, N * D))
+        return _of_own_head(found.reshape(B, N, -1, N, D), -2).reshape(*weights.shape[:-1], D)
+
+    def carefully(found: Array) -> Array:
+        seen = (weights != 0).any((2, 3)).swapaxes(1, 2)[..., None]  # [B, L, Hkv, 1]
+        return jnp.where(finite, found, product(jnp.where(seen, value, 0)))
+
+    value = _halves(value)
+    found = product(value)
+    # 0 times what nobody sees is not 0 if that is NaN; a copy without it is made only then, for the rows it spoiled
+    finite = jnp.isfinite(found).all(-1, keepdims=True)
+    return lax.cond(finite.all(), lambda found: found, carefully, found)
+
+
+def _halves(x: Array) -> Array:
+    """Undoes `bits`."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+def _matmul(call: Call, product: str, rows: Array, columns: Array) -> Array:
+    return jnp.einsum(product, *alike(rows, columns), preferred_element_type=call.wide, precision=call.precision)
+
+
+def _of_own_head(x: Array, axis: int) -> Array:
+    """Of `x [B, Hkv, …]`, where `axis` has the heads whose keys were multiplied, what each head's own ones gave."""
+    return jnp.stack([jnp.take(x[:, n], n, axis) for n in range(x.shape[1])], 1)
+
+
+def _sum(part: Callable[[slice], Array], size: int, axis: int, pieces: int) -> Array:
+    """The sum over an axis of that size, of which `part(which)` is a part; so many pieces at a time.
+
+    On the last axis a piece is a run of numbers, to be added as vectors. On others each takes one of every few
+    neighbours, so that memory is read in the order in which it lies.
+    """
     rest: list[Array] = []
     while size > 1:
         pieces = min(pieces, size)
-        length = size // pieces
-        rest += [part(i, i + 1) for i in range(pieces * length, size)]
-        added = _added([part(i * length, (i + 1) * length) for i in range(pieces)])
-        part, size = lambda first, last, x=added: lax.slice_in_dim(x, first, last, axis=axis), length  # type: ignore
-    return jnp.squeeze(_added([part(0, 1), *rest]), axis)
+        length, end = size // pieces, size - size % pieces
+        rest += [part(slice(i, i + 1)) for i in range(end, size)]
+        runs = [slice(i * length, (i + 1) * length) for i in range(pieces)]
+        apart = [slice(i, end, pieces) for i in range(pieces)]
+        added = _added([part(each) for each in (runs if axis == -1 else apart)])
+        part, size = lambda which, x=added: _cut(x, which, axis), length  # type: ignore
+    return jnp.squeeze(_added([part(slice(0, 1)), *rest]), axis)
+
+
+def _cut(x: Array, which: slice, axis: int) -> Array:
+    return lax.slice_in_dim(x, which.start, which.stop, which.step or 1, axis)
 
 
 def _added(parts: Sequence[Array]) -> Array:
