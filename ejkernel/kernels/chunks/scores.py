@@ -81,6 +81,7 @@ def _by_head(key: jax.Array, log_decay: jax.Array | None, einsum: Einsum) -> _By
     return _ByHead(key, *_decays_by_head(log_decay), einsum)
 
 
+@jax.jit  # traced once, where forward and backward both need it
 def _decays_by_head(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decays between all pairs of tokens `[B, H, C, C]`, since the chunk's start and until its end, `[B, H, C, 1]`.
 

@@ -4,6 +4,8 @@ Not by the series `(I - N)(I + N²)(I + N⁴)…`: it is exact on paper, but wit
 grow before they cancel.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,8 +18,13 @@ BASE = 8
 
 def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
     """`(I + below)⁻¹` for strictly lower triangular `below [..., C, C]`, `C` a power of two."""
+    return _inverse(below, einsum, min(BASE, below.shape[-1]))
+
+
+# traced once for the forward, the one that keeps states, and the backward: it is a third of what there is to trace
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
     C = below.shape[-1]
-    size = min(BASE, C)
     found = _by_rows(diagonal_blocks(below, size))
     while size < C:
         # [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]

@@ -53,7 +53,12 @@ class Mathematics(Protocol):
 def einsum_of(call: Call) -> Einsum:
     """How to multiply."""
     # half-precision inputs are already coarser than one pass of a matrix unit
-    precision = lax.Precision.DEFAULT if call.dtype.itemsize == 2 else lax.Precision.HIGHEST
+    return _einsum(lax.Precision.DEFAULT if call.dtype.itemsize == 2 else lax.Precision.HIGHEST)
+
+
+@functools.cache
+def _einsum(precision: lax.Precision) -> Einsum:
+    """The same function for all calls, so that what is traced for one serves the others."""
     return functools.partial(jnp.einsum, precision=precision)
 
 
