@@ -93,7 +93,8 @@ def weighted(call: Call, weights: Array, value: Array) -> Array:
         weight = weights[:, pieces]
         return jnp.where(weight == 0, 0, weight * _numbers(call, value[:, pieces]))  # [B, L, Hkv, G, S, Dv]
 
-    return _sum(products, value.shape[1], axis=1, pieces=16)
+    # with more pieces of bits the compiler would copy all of them first
+    return _sum(products, value.shape[1], axis=1, pieces=8 if value.dtype == jnp.uint16 else 16)
 
 
 def _scores_of_all_heads(call: Call, query: Array, key: Array) -> Array:
