@@ -78,7 +78,8 @@ def _by_head(key: jax.Array, log_decay: jax.Array | None, einsum: Einsum) -> _By
     if log_decay is None:
         one = jnp.ones((1, 1, key.shape[-2], 1), key.dtype)
         return _ByHead(key, None, one, one, einsum)
-    return _ByHead(key, *_decays_by_head(log_decay), einsum)
+    decays, since, until = _decays_by_head(log_decay)
+    return _ByHead(key, decays, since, until, einsum)
 
 
 @jax.jit  # traced once, where forward and backward both need it
