@@ -51,9 +51,11 @@ def speed() -> list[Row]:
     rows = []
     for name, op in OPS.items():
         x = arrays(name, 4096)
-        for what, wrap, bar, rounds in (("forward", forward, 1.5, 7), ("forward + backward", with_gradient, 10, 2)):
+        for what, wrap, bar, rounds in (("forward", forward, 1.5, 11), ("forward + backward", with_gradient, 10, 3)):
             candidates = {"lax.scan": wrap(token_scan, x), name: wrap(op, x)}
-            rows += compare(f"T 4096 H 8 K V 128: {what}", candidates, bars={name: 1 / bar}, rounds=rounds)
+            rows += compare(
+                f"T 4096 H 8 K V 128: {what}", candidates, bars={name: 1 / bar}, rounds=rounds, settled=True
+            )
     return rows
 
 

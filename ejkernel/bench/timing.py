@@ -32,18 +32,21 @@ def compare(
     *,
     bars: Mapping[str, float] | None = None,
     rounds: int = 21,
+    settled: bool = False,
 ) -> list[Row]:
     """Times each of `candidates` once a round, `rounds` times over; the first of them is the baseline.
 
     A candidate is a function without arguments that returns arrays; its first call, which compiles, is not timed.
-    `bars` holds the ratio to the baseline that a candidate promises to stay within.
+    `bars` holds the ratio to the baseline that a candidate promises to stay within. If `settled`, each is called once
+    untimed before it is timed: what the one before it leaves to be freed, gigabytes perhaps, is not its own time.
     """
     bars = bars or {}
     if unknown := set(bars) - set(candidates):
         raise ValueError(f"bars: got {sorted(unknown)}; expected some of {list(candidates)}")
     for function in candidates.values():
         milliseconds(function)
-    clocks = {name: functools.partial(milliseconds, function) for name, function in candidates.items()}
+    clock = _settled if settled else milliseconds
+    clocks = {name: functools.partial(clock, function) for name, function in candidates.items()}
     times = in_rounds(clocks, rounds)
     base = times[next(iter(candidates))]
     return [
@@ -69,6 +72,11 @@ def milliseconds(function: Callable[[], Any], wait: Callable[[Any], Any] = jax.b
     start = time.perf_counter()
     wait(function())
     return (time.perf_counter() - start) * 1e3
+
+
+def _settled(function: Callable[[], Any]) -> float:
+    milliseconds(function)
+    return milliseconds(function)
 
 
 def spread(taken: Sequence[float]) -> float:

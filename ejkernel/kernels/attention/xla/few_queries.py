@@ -99,18 +99,20 @@ def weighted(call: Call, weights: Array, value: Array) -> Array:
 
 def _scores_of_all_heads(call: Call, query: Array, key: Array) -> Array:
     B, L, N, D = key.shape
-    found = _matmul(call, "bqd,bkd->bqk", query.reshape(B, -1, D), _halves(key).reshape(B, L * N, D))
-    return _of_own_head(found.reshape(B, N, -1, L, N), -1).reshape(*query.shape[:-1], L)
+    rows = call.groups * call.queries
+    found = _matmul(call, "bqd,bkd->bqk", query.reshape(B, N * rows, D), _halves(key).reshape(B, L * N, D))
+    return _of_own_head(found.reshape(B, N, rows, L, N), -1).reshape(*query.shape[:-1], L)
 
 
 def _weighted_of_all_heads(call: Call, weights: Array, value: Array) -> Array:
     B, L, N, D = value.shape
+    rows = call.groups * call.queries
 
     def product(value: Array) -> Array:
         # half-precision values keep their half-precision matmul, summed in float32
-        rows = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
-        found = _matmul(call, "bql,blx->bqx", rows.reshape(B, -1, L), value.reshape(B, L, N * D))
-        return _of_own_head(found.reshape(B, N, -1, N, D), -2).reshape(*weights.shape[:-1], D)
+        shares = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
+        found = _matmul(call, "bql,blx->bqx", shares.reshape(B, N * rows, L), value.reshape(B, L, N * D))
+        return _of_own_head(found.reshape(B, N, rows, N, D), -2).reshape(*weights.shape[:-1], D)
 
     def carefully(found: Array) -> Array:
         seen = (weights != 0).any((2, 3)).swapaxes(1, 2)[..., None]  # [B, L, Hkv, 1]
