@@ -139,10 +139,10 @@ def chosen(
     """What was faster for the call that is most like this one."""
 
     def distance(point: Point) -> tuple[float, bool]:
-        # a dim counts twice in a state, and of lengths above a few chunks' it matters little how long they are
+        # a dim counts twice in a state, and of great lengths it matters little how long they are
         far = abs(math.log2(heads / point.heads)) + 2 * abs(math.log2(dim / point.dim))
         # halfway between two, chunks: they gain more as calls grow
-        return far + abs(math.log2(min(tokens, 1024) / min(point.tokens, 1024))), point.by_tokens
+        return far + abs(math.log2(min(tokens, 8192) / min(point.tokens, 8192))), point.by_tokens
 
     return min(measured(release)[kind, packed, gradient], key=distance).by_tokens
 
