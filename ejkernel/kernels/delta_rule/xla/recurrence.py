@@ -44,19 +44,14 @@ def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) ->
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, gates))
 
 
-def _gates_of(call: Call, inputs: Inputs, step: Chunks) -> tuple[jax.Array | None, None]:
-    """The log decays of a step's chunks; a sequence's first is in the state that it is entered with, and 0 here."""
-    a = inputs.log_decay
-    if a is None:
-        return None, None
-    first = walk.by_token(call, layout.first_visited(call, step))
-    return jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a)), None
-
-
 def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
-    """All that a step's chunks read."""
+    """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
     q, k, v, beta = (walk.cut(call, step, x) for x in (*inputs[:3], inputs.beta[..., None]))
-    return one_chunk.Chunk(q, k, v, beta, _gates_of(call, inputs, step)[0])
+    a = inputs.log_decay
+    if a is not None:
+        first = walk.by_token(call, layout.first_visited(call, step))
+        a = jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a))
+    return one_chunk.Chunk(q, k, v, beta, a)
 
 
 def _entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:

@@ -55,11 +55,8 @@ def entering_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) ->
     return decayed(inputs.initial_state.astype(call.state_dtype), *decode.beside_states(call, decay, by_value))
 
 
-def _gates_of(call: Call, inputs: Inputs, step: Chunks) -> tuple[jax.Array | None, jax.Array | None]:
-    """The log decays of a step's chunks, 0 for a sequence's first token: it is in the state that this is entered with.
-
-    They are `[rows · chunks, H, C, 1 or K]` and `[rows · chunks, H, C, V]`.
-    """
+def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
+    """All that a step's chunks read; a sequence's first gates are in the state that it is entered with."""
     a, b = inputs.log_decay, inputs.value_log_decay
     first = walk.by_token(call, layout.first_visited(call, step))
     if call.decay == "constant" and a is not None:
@@ -68,14 +65,9 @@ def _gates_of(call: Call, inputs: Inputs, step: Chunks) -> tuple[jax.Array | Non
         a = jnp.where(unseen, 0, a.astype(call.state_dtype)[:, :, None, None])
     elif a is not None:
         a = jnp.where(first, 0, walk.cut(call, step, a[..., None] if call.decay == "head" else a))
-    return a, None if b is None else jnp.where(first, 0, walk.cut(call, step, b))
-
-
-def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
-    """All that a step's chunks read."""
-    gates = _gates_of(call, inputs, step)
+    b = None if b is None else jnp.where(first, 0, walk.cut(call, step, b))
     q, k, v = (walk.cut(call, step, x) for x in inputs[:3])
-    return one_chunk.Chunk(q, k, v, *gates)
+    return one_chunk.Chunk(q, k, v, a, b)
 
 
 def _entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:
