@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks import layout, token_walk
+from ejkernel.kernels.chunks import layout, token_walk, walk
+from ejkernel.kernels.chunks.first_gates import entered
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -36,24 +37,33 @@ class Point(NamedTuple):
     by_tokens: bool  # whether these were faster
 
 
-# `walk(call, step, stateful, inputs)` of `token_walk`.
-Walk = Callable[..., Any]
-
-
 def by_the_faster_walk(
     kind: Callable[[Any], str],
-    by_tokens: Callable[..., Any],
-    by_chunks: Callable[..., tuple[Results, Any]],
+    token: Callable[..., tuple[token_walk.Step, Any, token_walk.Gates]],
+    mathematics: Callable[[Any], walk.Mathematics],
+    chunk_of: Callable[..., Any],
     gradients: Callable[..., Any],
 ) -> Callable[..., Results]:
     """`recurrence(call, inputs, cu_seqlens)`, with gradients, by what is faster on a CPU and by chunks elsewhere.
 
     Args:
         kind: which of the kinds that were measured a call is.
-        by_tokens: what a walk, its last argument, makes of a call.
-        by_chunks: the results and, if the last argument `keep_states` says so, the states that chunks meet.
-        gradients: the cotangents of the inputs, by chunks from these states.
+        token: `token(call, inputs, cu_seqlens)`: what is done at a token, and all tokens' arrays and gates.
+        mathematics: `mathematics(call)`: what is done with a chunk.
+        chunk_of: `chunk_of(call, inputs, step)`: the arrays of a step's chunks.
+        gradients: the cotangents of the inputs, by chunks from the states that these meet.
     """
+
+    def by_tokens(call: Any, inputs: Any, cu_seqlens: jax.Array | None, walk_of: Callable[..., Any]) -> Any:
+        """What this walk of `token_walk` makes of a call."""
+        step, arrays, gates = token(call, inputs, cu_seqlens)
+        starts, first = entered(call, inputs, cu_seqlens)
+        return walk_of(call, step, starts is not None, (arrays, gates, first, cu_seqlens))
+
+    def by_chunks(call: Any, inputs: Any, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
+        """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
+        chunk, starts = functools.partial(chunk_of, call, inputs), entered(call, inputs, cu_seqlens)
+        return walk.forward(call, mathematics(call), chunk, *starts, cu_seqlens, keep_states)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def recurrence(call: layout.Call, inputs: Any, cu_seqlens: jax.Array | None) -> Results:
@@ -86,8 +96,8 @@ def by_the_faster_walk(
             return gradients(call, inputs, cu_seqlens, met, cotangents), None
 
         def tokens() -> Any:
-            walk = functools.partial(token_walk.shadow, met=met)
-            return jax.vjp(lambda inputs: by_tokens(call, inputs, cu_seqlens, walk), inputs)[1](cotangents)[0]
+            shadow = functools.partial(token_walk.shadow, met=met)
+            return jax.vjp(lambda inputs: by_tokens(call, inputs, cu_seqlens, shadow), inputs)[1](cotangents)[0]
 
         def chunks() -> Any:
             met = by_chunks(call, inputs, cu_seqlens, keep_states=True)[1]

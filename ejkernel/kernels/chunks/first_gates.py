@@ -4,10 +4,79 @@ So no factor reaches back beyond a sequence's first token: without a state there
 infinite would give 0 · inf.
 """
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.layout import Call
+from ejkernel.kernels import _varying
+from ejkernel.kernels.chunks.walk import Call
+
+Gates = tuple[jax.Array | None, jax.Array | None]
+
+
+class Inputs(Protocol):
+    """What is read here of a call's arrays."""
+
+    @property
+    def query(self) -> jax.Array: ...
+    @property
+    def gates(self) -> Gates:
+        """Of keys, by `call.decay` `[N, H]` if constant, else `[B, T, H]` or `[B, T, H, K]`, and of values."""
+        ...
+
+    @property
+    def initial_state(self) -> jax.Array | None: ...
+
+
+def initial_states(call: Call, inputs: Inputs) -> jax.Array:
+    """Initial states `[N, H, K, V]`."""
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(call.state_dtype)
+    shape = (call.sequences, call.heads, call.key_dim, call.value_dim)
+    return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
+
+
+def entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:
+    """What sequences are entered with, if there are initial states, and that or zeros."""
+    first = initial_states(call, inputs)
+    if inputs.initial_state is None:
+        return None, first
+    starts = entering_states(call, first, inputs.gates, cu_seqlens)
+    return starts, starts
+
+
+def entering_states(call: Call, states: jax.Array, gates: Gates, cu_seqlens: jax.Array | None) -> jax.Array:
+    """What sequences with these initial states are entered with."""
+    by_key, by_value = gates
+    if by_key is not None:
+        constant = call.decay == "constant"
+        by_key = where_there_are_tokens(by_key, cu_seqlens) if constant else of_first_tokens(call, by_key, cu_seqlens)
+    if by_value is not None:
+        by_value = of_first_tokens(call, by_value, cu_seqlens)
+    return decayed(states.astype(call.state_dtype), *beside_states(call, by_key, by_value))
+
+
+def through_first_gates(
+    call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, d_gates: Gates, d_entering: jax.Array
+) -> tuple[Gates, jax.Array | None]:
+    """Cotangents of all gates and of initial states, from those of the other gates and of `entering_states`."""
+    state = inputs.initial_state
+    if state is None:
+        return d_gates, None
+    _, pull = jax.vjp(lambda state, gates: entering_states(call, state, gates, cu_seqlens), state, inputs.gates)
+    d_state, d_first = pull(d_entering)
+    return jax.tree.map(jnp.add, d_first, d_gates), d_state
+
+
+def beside_states(call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None = None) -> list[jax.Array]:
+    """The gates that there are of a token, `[N, H]` or `[N, H, K]` by `call.decay` and `[N, H, V]`, beside states."""
+    found = []
+    if log_decay is not None:
+        found.append(log_decay[..., None] if call.decay == "key" else log_decay[..., None, None])
+    if value_log_decay is not None:
+        found.append(value_log_decay[..., None, :])
+    return found
 
 
 def of_first_tokens(call: Call, gates: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel.kernels import _varying
 from ejkernel.kernels._phases import Phases
 from ejkernel.kernels.chunks import layout, walk
+from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.layout import Chunks
 
 
@@ -26,7 +27,6 @@ class Chunkwise:
         inputs: The arrays of a call that have gradients, the initial state last.
         mathematics: `mathematics(call)`: what a chunk does.
         chunk_of: `chunk_of(call, inputs, step)`: the arrays of a step's chunks.
-        entering_states: `entering_states(call, inputs, cu_seqlens)`: what sequences are entered with.
         gradients: `gradients(call, inputs, cu_seqlens, met, cotangents, back)`.
         effect: `effect(call, inputs, cu_seqlens, passing, where)`: what all chunks do to states, from what takes a
             state through each.
@@ -35,15 +35,8 @@ class Chunkwise:
     inputs: Callable[..., Any]
     mathematics: Callable[..., Any]
     chunk_of: Callable[[Any, Any, Chunks], Any]
-    entering_states: Callable[..., jax.Array | None]
     gradients: Callable[..., Any]
     effect: Callable[..., jax.Array]
-
-    def entered(self, call: Any, inputs: Any, cu_seqlens: jax.Array | None, states: jax.Array) -> jax.Array:
-        """What initial `states` become by the first gates; the same becomes of cotangents on their way out."""
-        found = self.entering_states(call, inputs._replace(initial_state=states), cu_seqlens)
-        assert found is not None
-        return found
 
 
 def of_chunks(op: Chunkwise) -> Phases:
@@ -59,7 +52,7 @@ def of_chunks(op: Chunkwise) -> Phases:
         call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, passing: Any, start: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         arrays, where = op.inputs(*inputs, start), layout.chunks(call, cu_seqlens)
-        starts = op.entered(call, arrays, cu_seqlens, start)
+        starts = entering_states(call, start, arrays.gates, cu_seqlens)
         _, seen = walk.pass_all(call, op.mathematics(call).end, passing, where, starts)
         chunk = functools.partial(op.chunk_of, call, arrays)
         # the states that chunks met are kept
@@ -77,7 +70,8 @@ def of_chunks(op: Chunkwise) -> Phases:
         chunk, mathematics = functools.partial(op.chunk_of, call, arrays), op.mathematics(call)
         returning = walk.returning_of(call, mathematics, chunk, where, met, d_output)
         d_entering, _ = walk.pass_all(call, mathematics.mirror, returning, where, jnp.zeros_like(start), back=True)
-        return returning, op.entered(call, arrays, cu_seqlens, d_entering)
+        # first gates do to cotangents on their way out what they do to states
+        return returning, entering_states(call, d_entering, arrays.gates, cu_seqlens)
 
     def finish_back(
         call: Any,

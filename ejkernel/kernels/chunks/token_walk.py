@@ -122,6 +122,12 @@ def _backward(call: Call, step: Step, stateful: bool, saved: Any, cotangents: Re
 shadow.defvjp(_forward, _backward)
 
 
+def of_heads(call: Call, x: jax.Array) -> jax.Array:
+    """One token's `[B, 1, heads, ...]` for all heads, `[B, H, ...]` in the dtype of the states."""
+    x = x[:, 0].astype(call.state_dtype)
+    return jnp.repeat(x, call.heads // x.shape[1], axis=1)
+
+
 def _no_output(call: Call, like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like, call.dtype, shape=(call.batch, call.tokens, call.heads, call.value_dim))
 

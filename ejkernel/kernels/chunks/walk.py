@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.chunks.scores import Einsum
@@ -25,6 +26,8 @@ Mirror = Callable[[Any], tuple[jax.Array, Any]]
 class Call(layout.Call, Protocol):
     """What the walk needs to know of a recurrence's call."""
 
+    @property
+    def decay(self) -> str: ...
     @property
     def scale(self) -> float: ...
     @property
@@ -153,6 +156,17 @@ def by_token(call: Call, flags: jax.Array) -> jax.Array:
     chunks, C = flags.shape
     flags = jnp.broadcast_to(flags[None], (call.batch, chunks, C)).reshape(call.batch * chunks, 1, C, 1)
     return jnp.flip(flags, 2) if call.reverse else flags
+
+
+def without_first(call: Call, step: Chunks, gates: Any) -> Any:
+    """Gates as `cut` gives them, or cotangents, 0 for first tokens: these are in the states that are entered with."""
+    first = by_token(call, layout.first_visited(call, step))
+    return jax.tree.map(lambda x: jnp.where(first, 0, x), gates)
+
+
+def of_dims(call: Call, log_decay: jax.Array | None) -> jax.Array | None:
+    """The log decays of tokens, `[B, T, H, 1 or K]`."""
+    return log_decay if log_decay is None or call.decay == "key" else log_decay[..., None]
 
 
 def forward(
@@ -299,7 +313,7 @@ def backward(
     Those of packed calls are only right if `stateful`: nobody else needs them. `back` is what `pass_all` gave on the
     way back, if that is behind us.
     """
-    d_output, d_final = cotangents
+    d_output, d_final = cotangents[0], _varying.like(cotangents[1].astype(call.state_dtype), met)
     d_entering, seen = (None, None) if back is None else back
     where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together_backwards(call)
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._phases import Phases, Run, of_whole
+from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, entering_states
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 
@@ -35,10 +35,7 @@ def of_walks(run: Run) -> Phases:
         gates = log_decay, _shifted(call, value_log_decay, cu_seqlens)
         back = replace(call, reverse=not call.reverse)
         _, d_entering = run(back, key, query, d_output, *gates, None, cu_seqlens)
-        arrays = Inputs._make((*inputs, call.scale * d_entering))
-        d_start = entering_states(call, arrays, cu_seqlens)
-        assert d_start is not None
-        return None, d_start
+        return None, entering_states(call, call.scale * d_entering, inputs[3:], cu_seqlens)
 
     return replace(of_whole(run), begin_back=begin_back)
 

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.first_gates import decayed, of_first_tokens
+from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
-from ejkernel.kernels.delta_rule.xla.decode import beside_states
 from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 from ejkernel.kernels.linear_recurrence.triton.launcher import F32
 from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
@@ -55,10 +54,7 @@ def _entering(
     call: Call, cu_seqlens: jax.Array | None, log_decay: jax.Array | None, state: jax.Array | None
 ) -> jax.Array | None:
     """The states that sequences are entered with, after their first tokens' gates."""
-    if state is None:
-        return None
-    gates = None if log_decay is None else of_first_tokens(call, log_decay, cu_seqlens)
-    return decayed(state.astype(F32), *beside_states(call, gates))
+    return None if state is None else entering_states(call, state, (log_decay, None), cu_seqlens)
 
 
 def _walk(

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import walk
+from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.chunks.phases import Chunkwise, of_chunks
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.xla import one_chunk
-from ejkernel.kernels.delta_rule.xla.recurrence import Inputs, chunk_of, entering_states, gradients
+from ejkernel.kernels.delta_rule.xla.recurrence import Inputs, chunk_of, gradients, mathematics
 
 
 def _composed(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, passing: Any, where: Chunks) -> jax.Array:
@@ -25,9 +26,8 @@ def _composed(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, passing:
     nothing = _varying.like(nothing, inputs.query)
     found, _ = walk.pass_all(call, one_chunk.compose, passing, where, nothing, back=True)
     # rows are of key dims of the state that is multiplied, after its first gates
-    matrix = entering_states(call, inputs._replace(initial_state=found[..., :K, :]), cu_seqlens)
-    assert matrix is not None
+    matrix = entering_states(call, found[..., :K, :], inputs.gates, cu_seqlens)
     return jnp.concatenate([matrix, found[..., K:, :]], -2).mT
 
 
-PHASES = of_chunks(Chunkwise(Inputs, lambda call: one_chunk, chunk_of, entering_states, gradients, _composed))
+PHASES = of_chunks(Chunkwise(Inputs, mathematics, chunk_of, gradients, _composed))

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
+from ejkernel.kernels.chunks.first_gates import initial_states
 from ejkernel.kernels.chunks.walk import einsum_of
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.xla import decode
-from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, Results, initial_states, recurrence
+from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, Results, recurrence
 
 
 def supports(call: Call) -> str | None:
