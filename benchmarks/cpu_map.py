@@ -23,6 +23,7 @@ from benchmarks import delta_rule
 from benchmarks.linear_recurrence import Arrays, forward, with_gradient
 from ejkernel import _drawing, recurrent
 from ejkernel.bench.results import processor
+from ejkernel.bench.scan import token_scan
 from ejkernel.bench.timing import compare, milliseconds
 from ejkernel.kernels.chunks import faster_walk
 
@@ -80,37 +81,6 @@ def arrays(cell: Cell) -> Arrays:
     query, key, value = (jax.random.normal(k, shape) for k in keys[:3])
     gates = jax.nn.log_sigmoid(jax.random.normal(keys[3], (*shape[:3], 1 if cell.kind == "head" else cell.dim)))
     return {"query": query, "key": key, "value": value, "gv" if cell.kind == "value" else "gk": gates}
-
-
-def token_scan(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    gk: jax.Array | None = None,
-    gv: jax.Array | None = None,
-    beta: jax.Array | None = None,
-    g: jax.Array | None = None,
-    first: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """What everybody writes first; tokens that are `first` in their sequence forget what was before."""
-    scale = query.shape[-1] ** -0.5
-
-    def step(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, by_key, by_value, b, new = x
-        decay = None if by_key is None else jnp.exp(by_key)[..., None]
-        decay = decay if by_value is None else jnp.exp(by_value)[..., None, :]
-        if new is not None:
-            decay = jnp.where(new, 0, jnp.ones(()) if decay is None else decay)
-        state = state if decay is None else decay * state
-        v = v if b is None else b[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
-        state = state + k[..., None] * v[..., None, :]
-        return state, scale * jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    state = jnp.zeros((query.shape[0], *query.shape[2:], value.shape[-1]))
-    tokens = query, key, value, g if gk is None else gk, gv, beta
-    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    state, output = jax.lax.scan(step, state, (*by_token, first))
-    return jnp.moveaxis(output, 0, 1), state
 
 
 def candidates(cell: Cell) -> dict[str, Callable[[], Any]]:

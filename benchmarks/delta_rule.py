@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks.linear_recurrence import Arrays, forward, with_gradient
 from ejkernel import delta_rule, gated_delta_rule, kda
+from ejkernel.bench.scan import token_scan
 from ejkernel.bench.timing import Row, compare
 
 OPS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
@@ -24,26 +25,6 @@ def arrays(op: str, tokens: int, heads: int = 8, dim: int = 128) -> Arrays:
     }
     gates = jax.nn.log_sigmoid(g)
     return found | {"delta_rule": {}, "gated_delta_rule": {"g": gates[..., 0]}, "kda": {"g": gates}}[op]
-
-
-def token_scan(
-    query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, g: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """What everybody writes first."""
-    scale = query.shape[-1] ** -0.5
-
-    def step(state: jax.Array, x: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, b, a = x
-        if a is not None:
-            state = jnp.exp(a).reshape(*a.shape[:2], -1, 1) * state
-        error = b[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
-        state = state + k[..., None] * error[..., None, :]
-        return state, scale * jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    state = jnp.zeros((query.shape[0], *query.shape[2:], value.shape[-1]))
-    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (query, key, value, beta, g))
-    state, output = jax.lax.scan(step, state, by_token)
-    return jnp.moveaxis(output, 0, 1), state
 
 
 def speed() -> list[Row]:

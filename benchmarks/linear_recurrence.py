@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _drawing, recurrent
+from ejkernel.bench.scan import token_scan
 from ejkernel.bench.timing import Row, compare
 
 Arrays = dict[str, jax.Array]
@@ -23,20 +24,6 @@ def arrays(tokens: int, heads: int = 8, dim: int = 128, gate_dim: int | None = N
     query, key, value = (jax.random.normal(k, (1, tokens, heads, dim)) for k in keys[:3])
     g = jax.nn.log_sigmoid(jax.random.normal(keys[3], (1, tokens, heads, gate_dim or dim)))
     return {"query": query, "key": key, "value": value, "g": g}
-
-
-def token_scan(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What everybody writes first."""
-    scale = query.shape[-1] ** -0.5
-
-    def step(state: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, a = x
-        state = jnp.exp(a)[..., None] * state + k[..., None] * v[..., None, :]
-        return state, scale * jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    state = jnp.zeros((query.shape[0], *query.shape[2:], value.shape[-1]))
-    state, output = jax.lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in (query, key, value, g)))
-    return jnp.moveaxis(output, 0, 1), state
 
 
 def forward(function: Callable[..., Any], inputs: Arrays) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 import ejkernel
 from benchmarks import delta_rule
-from benchmarks.linear_recurrence import token_scan
+from ejkernel.bench.scan import token_scan
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "numerics.md"
@@ -67,7 +67,7 @@ def as_recurrent(gate: str, inputs: Arrays) -> Arrays:
 
 
 def scan(gate: str, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
-    """What everybody writes first, in float32 throughout; it has no value gates."""
+    """What everybody writes first, in float32 throughout."""
     call = {name: jnp.asarray(x, jnp.float32) for name, x in as_recurrent(gate, inputs).items()}
     if gate == "g_gamma":
         call["g"] = jnp.broadcast_to(call.pop("g_gamma")[:, None], (1, TOKENS, HEADS, 1))
@@ -142,7 +142,7 @@ def delta_results(who: str, op: str) -> Callable[..., Arrays]:
     """Output, state and the gradients of `op`, or of a float32 scan."""
 
     def scan(x: Arrays) -> tuple[jax.Array, jax.Array]:
-        output, state = delta_rule.token_scan(**{name: each.astype(np.float32) for name, each in x.items()})
+        output, state = token_scan(**{name: each.astype(np.float32) for name, each in x.items()})
         return output.astype(x["query"].dtype), state
 
     @jax.jit

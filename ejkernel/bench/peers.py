@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.bench import fla
 from ejkernel.bench.ops import Arrays, Op
 from ejkernel.bench.programs import Program, compiled
+from ejkernel.bench.scan import token_scan
 
 
 @dataclass(frozen=True)
@@ -32,32 +33,15 @@ class Peer:
 
 
 def _scan(op: Op, inputs: Arrays, cotangent: jax.Array | None) -> Program:
-    return compiled(lambda **x: token_scan(op, x), inputs, cotangent)
+    """In float32, with the decay that the op has built in."""
 
+    def run(**x: jax.Array) -> jax.Array:
+        wide = {name: each.astype(jnp.float32) for name, each in x.items()}
+        if op.fixed_log_decay is not None:
+            wide["g_gamma"] = jnp.asarray(op.fixed_log_decay(x["query"].shape[2]))
+        return token_scan(**wide)[0].astype(x["query"].dtype)
 
-def token_scan(op: Op, inputs: Arrays) -> jax.Array:
-    """The recurrence as everybody writes it first: a step a token, differentiated by JAX."""
-    query, key, value = (inputs[name] for name in ("query", "key", "value"))
-    heads, dim = query.shape[2:]
-    key_decay, value_decay = inputs.get("g", inputs.get("gk")), inputs.get("gv")
-    if key_decay is not None:
-        key_decay = jnp.exp(key_decay if key_decay.ndim == 4 else key_decay[..., None])
-    fixed = None if op.fixed_log_decay is None else jnp.exp(op.fixed_log_decay(heads))[:, None, None]
-
-    def step(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, a, b, beta = x
-        state = state if fixed is None else fixed * state
-        state = state if a is None else a[..., None] * state
-        state = state if b is None else jnp.exp(b)[..., None, :] * state
-        v = v if beta is None else beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
-        state = state + k[..., None] * v[..., None, :]
-        return state, dim**-0.5 * jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    state = jnp.zeros((query.shape[0], heads, dim, value.shape[-1]))
-    tokens = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (*wide, key_decay, value_decay, inputs.get("beta"))]
-    _, output = jax.lax.scan(step, state, tuple(tokens))
-    return jnp.moveaxis(output, 0, 1).astype(query.dtype)
+    return compiled(run, inputs, cotangent)
 
 
 def _jax_nn(implementation: Literal["xla", "cudnn"]) -> Callable[[Op, Arrays, jax.Array | None], Program]:

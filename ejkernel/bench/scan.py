@@ -1,0 +1,44 @@
+"""The recurrences as everybody writes them first: a `lax.scan` over tokens, differentiated by JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def token_scan(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    gv: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    first: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and final states, of the delta rule if there is a `beta`. Arguments are those of the ops.
+
+    Tokens that are `first [T]` in their sequence forget what was before.
+    """
+    scale = query.shape[-1] ** -0.5
+    g = g[..., None] if g is not None and g.ndim == 3 else g
+    fixed = None if g_gamma is None else jnp.exp(g_gamma)[:, None, None]
+
+    def step(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, gk, gv, beta, new = x
+        decays = [] if fixed is None else [fixed]
+        decays += [jnp.exp(each)[..., None] for each in (g, gk) if each is not None]
+        decays += [] if gv is None else [jnp.exp(gv)[..., None, :]]
+        if new is not None:
+            decays = [jnp.where(new, 0, each) for each in decays or [jnp.ones(())]]
+        for each in decays:
+            state = each * state
+        v = v if beta is None else beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
+        state = state + k[..., None] * v[..., None, :]
+        return state, scale * jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    state = jnp.zeros((query.shape[0], *query.shape[2:], value.shape[-1]))
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (query, key, value, g, gk, gv, beta))
+    state, output = jax.lax.scan(step, state, (*by_token, first))
+    return jnp.moveaxis(output, 0, 1), state
