@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.gpu_linear_recurrence import clock, copy_bandwidth
+from benchmarks.gpu_rows import clock, copy_bandwidth
 from ejkernel._dispatch import PlatformError, explain
 from ejkernel.attention import flash_attention
 

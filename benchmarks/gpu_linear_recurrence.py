@@ -4,46 +4,28 @@ python -m benchmarks.gpu_linear_recurrence --json benchmarks/results/linear_recu
     [--fla] [row ...]
 """
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import gpu_rows
+from benchmarks.gpu_rows import clock
 from ejkernel import _drawing
 from ejkernel.bench.timing import Row
-from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 
 
 @dataclass(frozen=True)
-class Work:
-    """One line of the table. `bar` is the time promised on one H200, `fla` what flash-linear-attention 0.6.0 took."""
-
-    name: str
+class Work(gpu_rows.Work):
     decay: str = "key"
     gate: str = "sixteenth"
-    backward: bool = False
     learn_gate: bool = True
-    B: int = 8
-    T: int = 4096
-    H: int = 16
-    K: int = 128
-    V: int = 128
-    dtype: str = "bfloat16"
-    sequences: int = 0
-    state: bool = False
-    bar: float | None = None
-    fla: float | None = None
 
     @property
     def call(self) -> Call:
@@ -95,13 +77,6 @@ WORKS = [
 ]
 
 
-def lengths(work: Work) -> np.ndarray:
-    """Uneven ones that fill the stream."""
-    parts = np.random.default_rng(0).exponential(size=work.sequences) + 0.1
-    borders = np.round(np.cumsum(parts) / parts.sum() * work.T)
-    return np.concatenate([[0], borders]).astype(np.int32)
-
-
 def inputs(work: Work, seed: int) -> tuple[Any, ...]:
     """query, key, value, log decay, initial state, borders, and the output's cotangent."""
     call, keys = work.call, jax.random.split(jax.random.key(seed), 6)
@@ -117,9 +92,8 @@ def inputs(work: Work, seed: int) -> tuple[Any, ...]:
         gate = jax.nn.log_sigmoid(jax.random.normal(keys[3], tokens + ((work.K,) if work.decay == "key" else ())))
         decay = gate * {"sixteenth": 1 / 16, "plain": 1.0, "strong": 30.0}[work.gate]
     state = normal(keys[4], call.sequences, work.H, work.K, work.V, dtype=jnp.float32) if work.state else None
-    borders = jnp.asarray(lengths(work)) if work.sequences else None
     query, key = normal(keys[0], *tokens, work.K), normal(keys[1], *tokens, work.K)
-    return query, key, normal(keys[2], *tokens, work.V), decay, state, borders, normal(keys[5], *tokens, work.V)
+    return query, key, normal(keys[2], *tokens, work.V), decay, state, work.borders, normal(keys[5], *tokens, work.V)
 
 
 def program(work: Work, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -156,85 +130,35 @@ def errors(work: Work, arrays: tuple[Any, ...], results: Any) -> list[float]:
     small = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float32) for x in small]
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(program(work, xla.run, call))(*small)
-    found = []
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        a = cut(a).astype(jnp.float32)
-        found.append(float(jnp.linalg.norm((a - b).ravel()) / jnp.maximum(jnp.linalg.norm(b.ravel()), 1e-30)))
-    return found
-
-
-def clock(
-    function: Callable[..., Any], sets: list[tuple[Any, ...]], batches: int = 9, seconds: float = 0.02
-) -> tuple[float, float]:
-    """Median milliseconds of a call and the distance of the quartiles, over batches of calls on rotating inputs."""
-    jax.block_until_ready(function(*sets[0]))
-    start = time.perf_counter()
-    jax.block_until_ready(function(*sets[-1]))
-    calls = max(4, min(200, int(seconds / (time.perf_counter() - start))))
-    times = []
-    for _ in range(batches):
-        start = time.perf_counter()
-        for i in range(calls):
-            result = function(*sets[i % len(sets)])
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
+    return gpu_rows.relative_errors(results, expected, cut)
 
 
 def measure(work: Work, bandwidth: float) -> dict[str, Any]:
     sets = [inputs(work, seed) for seed in range(2)]
     function = jax.jit(program(work, triton_gpu.run, work.call))
-    start = time.perf_counter()
-    compiled = function.lower(*sets[0]).compile()
-    compile_s = time.perf_counter() - start
-    if work.state:
-        # donated, so that the state is updated in place
-        step = jax.jit(program(work, triton_gpu.run, work.call), donate_argnums=4)
-        median, spread = clock_in_place(step, sets[0])
-    else:
-        median, spread = clock(function, sets)
-    results = function(*sets[0])
-    moved = sum(x.nbytes for x in jax.tree.leaves((sets[0] if work.backward else sets[0][:6], results)))
-    found = errors(work, sets[0], results)
-    bound = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}[work.dtype]
-    if not max(found) < bound:
-        raise RuntimeError(f"{work.name}: errors {found}")
-    return {
-        "name": work.name,
-        "ms": round(median, 4),
-        "spread_ms": round(spread, 4),
-        "floor_ms": round(moved / bandwidth * 1e3, 4),
-        "bar_ms": work.bar,
-        "met": None if work.bar is None else median <= work.bar,
-        "fla_ms": work.fla,
-        "largest_error": float(f"{max(found):.2e}"),
-        "beside_inputs_and_outputs_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
-        "compile_s": round(compile_s, 2),
-    }
+    return gpu_rows.measured(
+        work,
+        bandwidth,
+        function,
+        sets,
+        read=sets[0] if work.backward else sets[0][:6],
+        errors=lambda results: errors(work, sets[0], results),
+        timed=lambda: clock_in_place(work, sets[0]) if work.state else clock(function, sets),
+    )
 
 
-def clock_in_place(step: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[float, float]:
-    query, key, value, decay, state, borders, doutput = arrays
-    state = state + 0
-    times = []
-    for batch in range(10):
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        for _ in range(200):
-            _, state = step(query, key, value, decay, state, borders, doutput)
-        jax.block_until_ready(state)
-        if batch:
-            times.append((time.perf_counter() - start) / 200 * 1e3)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
+def clock_in_place(work: Work, arrays: tuple[Any, ...]) -> tuple[float, float]:
+    """`clock` of steps whose state is donated, and so updated in place."""
+    step = jax.jit(program(work, triton_gpu.run, work.call), donate_argnums=4)
+    *before, state, borders, doutput = arrays
+    states = [state + 0]
 
+    def again(i: int) -> jax.Array:
+        _, states[0] = step(*before, states[0], borders, doutput)
+        return states[0]
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy of 2 GiB."""
-    x = jnp.zeros(1 << 29, jnp.float32) + 1
-    median, _ = clock(jax.jit(lambda x: x + 1), [(x,)])
-    return 2 * x.nbytes / median * 1e3
+    gpu_rows.in_batches(again, 200, 2)
+    return gpu_rows.in_batches(again, 200)
 
 
 def launch_overhead() -> dict[str, float]:
@@ -281,52 +205,18 @@ def fla_times() -> dict[str, float]:
 
 
 def run() -> list[Row]:
-    """For `python -m benchmarks`: the rows with a bar, as ratios to fla's time where there is one, else to the bar."""
-    if _launch.capability() is None or _launch.unavailable():
-        return []
-    bandwidth, rows = copy_bandwidth(), []
-    for work in WORKS:
-        if work.bar is not None:
-            row, base = measure(work, bandwidth), work.fla or work.bar
-            group = "recurrence on Triton, against fla 0.6.0 as measured on one H200"
-            rows.append(Row(group, work.name, row["ms"], row["spread_ms"], row["ms"] / base, work.bar / base))
-    return rows
+    return gpu_rows.against_bars("recurrence", WORKS, measure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = gpu_rows.parser(__doc__)
     parser.add_argument("--fla", action="store_true", help="time flash-linear-attention in the same run")
     arguments = parser.parse_args()
-    import jax_triton
-    import triton
-
-    bandwidth = copy_bandwidth()
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "triton": triton.__version__,
-        "jax_triton": jax_triton.__version__,
-        "copy_bandwidth_tb_s": round(bandwidth / 1e12, 3),
-        "launch_us": launch_overhead(),
-        "rows": [],
-    }
-    for work in WORKS:
-        if not arguments.names or work.name in arguments.names:
-            try:
-                row = measure(work, bandwidth)
-            except Exception as error:
-                row = {"name": work.name, "failed": str(error)[:500]}
-            report["rows"].append(row)
-            print(row, flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = gpu_rows.report(arguments, WORKS, measure, facts=lambda: {"launch_us": launch_overhead()})
     if arguments.fla:
         report["fla_ms"] = fla_times()
         print(report["fla_ms"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    gpu_rows.write(arguments, report)
 
 
 if __name__ == "__main__":
