@@ -224,11 +224,13 @@ def gate_gradient(
     what earlier chunks wrote for later ones. A token's reading of itself crosses no gate and must not be in any of
     them: its rounding would drown small gradients.
     """
+    if log_decay.shape[-1] == 1:
+        arriving, leaving, through = (x.sum(-1, keepdims=True) for x in (arriving, leaving, through))
     ones = np.ones((arriving.shape[-2],) * 2, arriving.dtype)
-    after = einsum("ts,...sd->...td", np.triu(ones), arriving)
-    before = einsum("ts,...sd->...td", np.tril(ones, -1), leaving)
+    # a matrix for each head: XLA's CPU backend turns arrays that meet one for all, which takes longer than the product
+    later, earlier = (jnp.broadcast_to(x, (*arriving.shape[:2], *x.shape)) for x in (np.triu(ones), np.tril(ones, -1)))
+    after, before = einsum("...ts,...sd->...td", later, arriving), einsum("...ts,...sd->...td", earlier, leaving)
     flow = after + before + through[..., None, :]
-    flow = flow.sum(-1, keepdims=True) if log_decay.shape[-1] == 1 else flow
     # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
     return jnp.where(log_decay <= _lowest(log_decay), 0, flow)
 
