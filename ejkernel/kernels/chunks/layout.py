@@ -10,6 +10,7 @@ from jax import export, lax
 from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offsets, prepare_sequence_ids
 
 LARGEST_CHUNK = 64
+LARGEST_STEP = 65536  # numbers in an array of the chunks that are computed together; measured on CPUs
 
 
 class Call(Protocol):
@@ -33,8 +34,6 @@ class Call(Protocol):
     def reverse(self) -> bool: ...
     @property
     def largest_chunk(self) -> int: ...
-    @property
-    def largest_step(self) -> int: ...
 
 
 class Chunks(NamedTuple):
@@ -70,18 +69,13 @@ def likely_rows(call: Call) -> int:
 def together(call: Call) -> int:
     """How many chunks are visited in one step, a power of two.
 
-    They are computed together as long as an array of theirs has no more numbers than `call.largest_step`: then XLA's
+    They are computed together as long as an array of theirs has no more numbers than `LARGEST_STEP`: then XLA's
     price for starting an operation, and not the operation, is what small ones cost on a CPU.
     """
     C = chunk_size(call)
     numbers = likely_rows(call) * call.heads * C * max(call.key_dim, call.value_dim)
-    most = min(-(-call.tokens // C), call.largest_step // numbers, 8)
+    most = min(-(-call.tokens // C), LARGEST_STEP // numbers, 8)
     return 1 << (max(most, 1).bit_length() - 1)
-
-
-def together_backwards(call: Call) -> int:
-    """The same for gradients, whose arrays are more: only chunks of few tokens gain by it."""
-    return together(call) if chunk_size(call) < 16 else 1
 
 
 def whole(call: Call) -> bool:

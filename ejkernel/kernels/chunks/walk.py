@@ -247,7 +247,7 @@ def returning_of(
         mathematics.backward(chunk(chunks), rows_first(met), _d_output(call, chunks, d_output), mirrored, einsum)
         return said[0]
 
-    return lax.map(visit, _by_steps((where, met), layout.together_backwards(call)))
+    return lax.map(visit, _by_steps((where, met), layout.together(call)))
 
 
 def pass_all(
@@ -315,7 +315,7 @@ def backward(
     """
     d_output, d_final = cotangents[0], _varying.like(cotangents[1].astype(call.state_dtype), met)
     d_entering, seen = (None, None) if back is None else back
-    where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together_backwards(call)
+    where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together(call)
 
     def visit(d_states: States, step: Any) -> tuple[States, Any]:
         chunks, met, known = step

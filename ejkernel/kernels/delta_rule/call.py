@@ -38,10 +38,8 @@ class Call:
     reverse: bool
     dtype: np.dtype
 
-    # of a chunk's tokens, and of the numbers in an array of those computed together; measured on CPUs. Chunks of 64
-    # multiply more and, where tokens reflect (beta 2), are off by twice as much.
+    # of a chunk's tokens; 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
     largest_chunk: ClassVar[int] = 32
-    largest_step: ClassVar[int] = 32768
 
     def result_specs(self, query: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         """How the results are sharded where shardings are explicit and the query's is this."""

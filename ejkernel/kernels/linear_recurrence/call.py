@@ -39,9 +39,7 @@ class Call:
     reverse: bool
     dtype: np.dtype
 
-    # of a chunk's tokens, and of the numbers in an array of those computed together; measured on CPUs
-    largest_chunk: ClassVar[int] = 64
-    largest_step: ClassVar[int] = 65536
+    largest_chunk: ClassVar[int] = 64  # of a chunk's tokens; measured on CPUs
 
     def result_specs(self, tokens: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         """How the results are sharded where shardings are explicit and this is that of an array with all heads."""
