@@ -120,6 +120,18 @@ def test_matches_oracle(case):
     check(case)
 
 
+def test_one_gate_is_right_in_each_head():
+    """Its gradient adds up errors of every token: within 1.5e-2 of what it sums, large cotangents at the end or not."""
+    case = replace(BASE, decay="constant", gate="unscaled", dtype="bfloat16", T=96, H=8, Hkv=8, state=False)
+    arrays, cotangents = make(case)
+    error = (
+        np.asarray(results(triton_gpu.run, case.call, arrays, cotangents)[5]) - oracle(case.call, arrays, cotangents)[5]
+    )
+    by_token = (*arrays[:3], jnp.repeat(arrays[3][:, None], case.T, 1), *arrays[4:])
+    summed = np.abs(oracle(replace(case, decay="head").call, by_token, cotangents)[5]).sum(1)
+    assert np.sqrt(np.mean((error / summed) ** 2)) <= 1.5e-2
+
+
 IN_PHASES = ("key", "one-chunk", "packed-constant", "packed-key-resets-reverse", "bfloat16-head-packed")
 
 

@@ -48,7 +48,8 @@ class Plan:
         programs *= cdiv(call.key_dim, config.output.columns)
         # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
         # in segments of whole groups, these must not be long
-        for times in (2, 4) if call.decay == "head" else (1,):
+        longer = {"head": (2, 4), "constant": (1, 4) if call.dtype == jnp.bfloat16 else (1,)}
+        for times in longer.get(call.decay, (1,)):
             unit = config.chunk * config.group * times
             segments = max(1, min(config.fill // programs, call.tokens // unit))
             if segments > 1:

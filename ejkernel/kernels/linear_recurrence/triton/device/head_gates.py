@@ -100,7 +100,8 @@ def sum_head_gates(
     """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
 
     What the sum should have come to at the group's start is known too, from the states there: the difference, which is
-    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms.
+    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms. One
+    gate for all tokens adds up what is left of them, and so counts what of a term leaves its chunk, and the ends.
     """
     BLOCK: tl.constexpr = C * G
     NH: tl.constexpr = (H + BH - 1) // BH
@@ -136,9 +137,27 @@ def sum_head_gates(
             b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start
         # of the largest, lest squares overflow
-        b_unit = 1.0 / tl.maximum(tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0), 1e-30)[None, :]
-        b_weight = (b_query * b_unit) * (b_query * b_unit) + (b_key * b_unit) * (b_key * b_unit)
-        b_share = tl.cumsum(b_weight / tl.maximum(tl.sum(b_weight, 0), 1e-30)[None, :], 0, reverse=True)
+        b_most = tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0)
+        if DECAY == "constant":
+            b_most = tl.maximum(b_most, tl.maximum(tl.abs(b_end), tl.abs(b_start)))
+        b_unit = 1.0 / tl.maximum(b_most, 1e-30)
+        b_of_query = b_query * b_unit[None, :]
+        b_of_key = b_key * b_unit[None, :]
+        b_at_end = tl.zeros([BH], tl.float32)
+        b_at_start = tl.zeros([BH], tl.float32)
+        if DECAY == "constant":
+            # what stays within a chunk cancels but for float32's errors; states are rounded at its ends
+            b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_n < N), other=0.0).to(tl.float32)
+            b_gate = tl.minimum(in_bits(b_gate), 0.0)[None, :]
+            o_in = (o_r % C)[:, None]
+            b_of_query *= tl.exp2(b_gate * (o_in + 1))
+            b_of_key *= tl.exp2(b_gate * (C - 1 - o_in))
+            b_at_end = b_end * b_unit
+            b_at_start = b_start * b_unit
+        b_weight = b_of_query * b_of_query + b_of_key * b_of_key
+        b_at_end = b_at_end * b_at_end
+        b_all = tl.maximum(tl.sum(b_weight, 0) + b_at_end + b_at_start * b_at_start, 1e-30)
+        b_share = tl.cumsum(b_weight / b_all[None, :], 0, reverse=True) + (b_at_end / b_all)[None, :]
         b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_rest[None, :]
         if DECAY == "head":
             m_gate = (i_row < n_read)[:, None] & m_h[None, :]
