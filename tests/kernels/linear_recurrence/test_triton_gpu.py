@@ -31,7 +31,7 @@ import ejkernel
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
-from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton import across_heads, configs
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
 pytestmark = pytest.mark.gpu
@@ -136,6 +136,15 @@ def test_row_dots_by_token(monkeypatch, shape):
     """Also of what the kernel whose rows are tokens is not yet used for."""
     monkeypatch.setattr(Launcher, "by_token", property(lambda self: self.config.dots is not None))
     check(replace(BASE, decay="head", gate="resets", **shape))
+
+
+@pytest.mark.parametrize("gate", ["mild", "unscaled", "resets", "mixed"])
+def test_across_heads(monkeypatch, gate):
+    """Two groups of a call as small as none that gradients are added up in one program a chunk for."""
+    configure = configs.configure
+    monkeypatch.setattr(configs, "configure", lambda *given: replace(configure(*given), fill=1))
+    monkeypatch.setattr(across_heads, "FEWEST", 2)
+    check(replace(BASE, decay="head", gate=gate, shared=(1, 1, 4), V=64, T=1152, reverse=gate == "mixed"))
 
 
 @pytest.mark.parametrize("gate", ["unscaled", "strong", "fierce", "mixed"])

@@ -28,7 +28,7 @@ import ejkernel
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
-from ejkernel.kernels.linear_recurrence.triton import configs
+from ejkernel.kernels.linear_recurrence.triton import across_heads, configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
@@ -118,6 +118,29 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case):
     check(case)
+
+
+MANY_HEADS = replace(BASE, decay="head", dtype="bfloat16", H=4, shared=(1, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(MANY_HEADS, name="two-groups", H=2, shared=(1, 1, 2), T=135),
+        replace(MANY_HEADS, name="resets-reverse", gate="resets", shared=(2, 2, 4), V=20, T=35, reverse=True, B=2),
+        replace(MANY_HEADS, name="growing", gate="mixed", state=False, K=20, T=20),
+    ],
+    ids=str,
+)
+def test_across_heads(monkeypatch, case):
+    """Gradients of shared queries and keys, added up in one program a chunk, also where gates are strong."""
+    taken = []
+    gradients = across_heads.gradients
+    monkeypatch.setattr(across_heads, "gradients", lambda *given: taken.append(1) or gradients(*given))
+    monkeypatch.setattr(across_heads, "FEWEST", 2)
+    monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, fill=1))
+    check(case)
+    assert taken
 
 
 def test_one_gate_is_right_in_each_head():

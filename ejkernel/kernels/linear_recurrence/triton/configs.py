@@ -25,7 +25,7 @@ class Config:
     Attributes:
         chunk: Tokens that interact through one matrix of scores.
         group: Chunks over which a gate's gradient is summed, and between whose ends no state is stored (one gate a
-            head and token: twice or four times as many).
+            head and token: twice or four times as many; one a head in bfloat16: four times, where time is not cut).
         limit: Bits of decay in half a chunk beyond which key gates take the exact path.
         precision: Of the dots on float32 operands.
         output: The walk that gives the output, and the value's gradient.
@@ -38,7 +38,7 @@ class Config:
         segments: Instead of `output` for the states of time segments alone.
         unfold: Key dims that a program unfolds where there would be few programs.
         halved: Stages of `output` where the value dims fill half of its rows, so that two programs fit on a
-            multiprocessor.
+            multiprocessor (with one gate a head; in the backward where the states of all chunks are stored).
     """
 
     chunk: int

@@ -23,6 +23,7 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
+    "across_heads": "ejkernel.kernels.linear_recurrence.triton.device.across_heads",
     "head_gates": "ejkernel.kernels.linear_recurrence.triton.device.head_gates",
     "key_gates": "ejkernel.kernels.linear_recurrence.triton.device.key_gates",
     "row_dots": "ejkernel.kernels.linear_recurrence.triton.device.row_dots",

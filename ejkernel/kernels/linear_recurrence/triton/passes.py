@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.linear_recurrence.call import Call
+from ejkernel.kernels.linear_recurrence.triton import across_heads
 from ejkernel.kernels.linear_recurrence.triton.gates import (
     Gates,
     fold_head_gates,
@@ -99,6 +100,7 @@ def backward(
     tile = config.dots or config.gradient if wanted and not is_key else config.gradient
     ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale, own=own)
     start_scale = 1.0 if plan.segmented(call) else scale
+    across = wanted and across_heads.pays(launcher, query, key)
     by_query, by_key, by_value = (_dtype_of_gradient(call, x) for x in (query, key, value))
     of_value = walk(
         *(launcher, "dvalue", khat, qhat, doutput, gates, ends),
@@ -107,35 +109,42 @@ def backward(
         last=initial_state is not None,
         start_scale=start_scale,
         last_scale=call.scale,
+        every_chunk=across,
     )
-    if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
-        # the kernel whose rows are tokens knows gates of each token alone
-        gates = fold_head_gates(launcher, log_decay)
-    of_key = walk(
-        *(launcher, "dkey", value, doutput, qhat, gates, ends),
-        tile=tile,
-        dtype=F32 if is_key else by_key,
-        start_scale=start_scale,
-        gate_gradient=key if wanted else None,
-        in_parts=is_key,
-    )
-    of_query = walk(
-        *(launcher, "dquery", doutput, value, khat, gates, first),
-        tile=tile,
-        dtype=F32 if is_key else by_query,
-        gate_gradient=query if wanted else None,
-        meets=of_key.borders if wanted else None,
-        in_parts=is_key,
-    )
-    dquery, dkey, dvalue, dstart = of_query.output, of_key.output, of_value.output, of_value.last
+    if across:
+        dquery, dkey, dots, met = across_heads.gradients(
+            launcher, arrays, gates, first, doutput, dlast, of_value.borders
+        )
+    else:
+        if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
+            # the kernel whose rows are tokens knows gates of each token alone
+            gates = fold_head_gates(launcher, log_decay)
+        of_key = walk(
+            *(launcher, "dkey", value, doutput, qhat, gates, ends),
+            tile=tile,
+            dtype=F32 if is_key else by_key,
+            start_scale=start_scale,
+            gate_gradient=key if wanted else None,
+            in_parts=is_key,
+        )
+        of_query = walk(
+            *(launcher, "dquery", doutput, value, khat, gates, first),
+            tile=tile,
+            dtype=F32 if is_key else by_query,
+            gate_gradient=query if wanted else None,
+            meets=of_key.borders if wanted else None,
+            in_parts=is_key,
+        )
+        dquery, dkey, met = of_query.output, of_key.output, of_query.borders
+        dots = of_query.rowdots, of_key.rowdots
+    dvalue, dstart = of_value.output, of_value.last
     dgate = None
     if is_key:
-        hats = (qhat, khat, dquery, dkey, of_query.borders)
+        hats = (qhat, khat, dquery, dkey, met)
         dquery, dkey, dgate = unfold_key_gates(launcher, arrays, gates, doutput, hats, (by_query, by_key))
     elif wanted:
-        met = None if initial_state is None else _met(initial_state.astype(F32), dstart)
-        dots = of_query.rowdots, of_key.rowdots
-        dgate = head_gate_gradient(launcher, log_decay, *dots, of_query.borders, met)
+        start = None if initial_state is None else _met(initial_state.astype(F32), dstart)
+        dgate = head_gate_gradient(launcher, log_decay, *dots, met, start)
         if call.decay == "constant":
             dgate = _sum_tokens(call, dgate, cu_seqlens)
             dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)

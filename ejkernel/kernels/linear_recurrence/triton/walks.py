@@ -94,24 +94,26 @@ def walk(
     meets: jax.Array | None = None,
     other: Gates | None = None,
     in_parts: bool = False,
+    every_chunk: bool = False,
 ) -> Walked:
     """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself.
 
     `meets` is what the walk in reverse has left at the borders, which the one forward needs for that.
     `other` are the gates of the value dims, beside those of the key dims. With more dims of x than a program carries
-    the output is a sum, which is left to the caller where it may come `in_parts`, side by side.
+    the output is a sum, which is left to the caller where it may come `in_parts`, side by side. `every_chunk` asks for
+    the states with which the walk enters each of them, as borders `[chunks, H, V, K]`.
     """
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
     reverse = reverse or role in ("dvalue", "dkey")
     rowdot = None if call.decay == "key" else gate_gradient
     # a folded key meets states as its rows see them
-    border = 0 if gate_gradient is None else 3 if not reverse else 2 if call.decay == "key" else 1
+    border = 4 if every_chunk else 0 if gate_gradient is None else 3 if not reverse else 2 if call.decay == "key" else 1
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
     block = min(tile.block, max(padded(z_dim), fewest))
-    if role == "output" and call.decay == "head" and config.halved and 2 * block <= tile.block:
+    if (role == "output" or every_chunk) and call.decay == "head" and config.halved and 2 * block <= tile.block:
         tile = replace(tile, stages=config.halved)
     # as much of the state a warp as the tile was measured with
     tile = replace(tile, block=block, warps=max(4, tile.warps * block // tile.block))
@@ -119,10 +121,12 @@ def walk(
     sums, parts = cdiv(x_dim, x_block), cdiv(z_dim, block)
     n_segments, n_groups = launcher.blocks(plan.segment), launcher.blocks(config.chunk * plan.group)
     state = (call.heads, call.key_dim, call.value_dim)
+    entered = shape(launcher.blocks(config.chunk), call.heads, z_dim, x_dim, dtype=call.dtype)
     outputs: list[Any]
     if x is None:
         decays = (call.key_dim if call.decay == "key" else 1) + (call.value_dim if other else 0)
-        outputs = [None, shape(n_segments, *state), None, shape(n_segments, call.heads, decays)]
+        decay_of_each = shape(n_segments, call.heads, decays)
+        outputs = [None, shape(n_segments, *state), None, entered if every_chunk else decay_of_each]
     else:
         outputs = [
             shape(call.batch, call.tokens, call.heads, sums * z_dim, dtype=dtype if sums == 1 else F32),
@@ -130,7 +134,9 @@ def walk(
             None if rowdot is None else shape(call.batch, call.tokens, sums * parts, call.heads),
             None,
         ]
-        if border == 3:
+        if every_chunk:
+            outputs[3] = entered
+        elif border == 3:
             outputs[3] = shape(n_groups, call.heads, *((sums, z_dim) if call.decay == "key" else (sums * parts,)))
         elif border:
             # one of the two that meet as its own walk has rounded it, so that what cancels takes its error along

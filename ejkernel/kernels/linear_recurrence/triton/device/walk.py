@@ -60,7 +60,8 @@ def walk(
     that the output is.
     Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER is about the later end of
     each group of G chunks: a walk in reverse stores its state there, 1 as it is, 2 as the rows of x see it; the walk
-    forward, 3, meets these in `p_dstate`, and stores the sums of their products, of each row or for a head of all.
+    forward, 3, meets these in `p_dstate`, and stores the sums of their products, of each row or for a head of all. With
+    4 a walk stores the state with which it enters each chunk (`segment`: instead of its decay).
     With gates of both key and value dims `p_other` has the decays of the value dims, and z and the output are folded.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case. The second one gets the
@@ -115,7 +116,7 @@ def walk(
     i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
     i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    if BORDER:
+    if (BORDER > 0) and (BORDER < 4):
         i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED)
     n_chunks = tl.cdiv(n_rows, C)
     i_from = i_j * (L // C)
@@ -196,6 +197,9 @@ def walk(
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         m_read = i_row + o_r < n_read
+        if BORDER == 4:
+            p_here = p_border + i_chunk * (DX * DZ) + o_border
+            tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
         b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
         b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
         if OUTPUT:
@@ -422,7 +426,9 @@ def walk(
     else:
         i_segment = i_block.to(tl.int64) * H + i_h
         tl.store(p_last + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
-        if BOTH:
+        if BORDER == 4:
+            pass
+        elif BOTH:
             tl.store(p_border + i_segment * (DX + DZ) + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
             tl.store(p_border + i_segment * (DX + DZ) + DX + o_z, b_whole_row, mask=(o_z < DZ) & (i_x == 0))
         elif KEY_COLUMNS:
