@@ -111,7 +111,6 @@ def fold_key_gates(
     # float16 has too small a range for folded gates
     folded = F32 if call.dtype == jnp.float16 else call.dtype
     hat = shape(call.batch, call.tokens, heads, dim, dtype=folded)
-    fine = call.dtype == F32
     shared: dict[str, Any] = {
         "length": chunk,
         "H": heads,
@@ -140,26 +139,21 @@ def fold_key_gates(
     )
     if limit:
         return qhat, khat, Gates(factor=factor, late=late, flag=flag)
-    programs = chunks * heads // _heads_at_once(heads)
-    qhat, khat, score, _ = launcher.launch(
+    width = min(config.exact.block, padded(dim))
+    # rows of which a thread has four dims
+    rows = max(1, chunk * width // (128 * config.exact.warps))
+    qhat, khat, score = launcher.launch(
         device("strong_key_gates").exact_scores,
         *(query, key, log_decay, flag, qhat, khat),
-        # the last is where each program keeps the sums of a chunk's gates
-        outputs=[
-            hat,
-            hat,
-            shape(chunks, heads, chunk, chunk, dtype=folded),
-            None if fine else shape(programs, chunk, padded(dim)),
-        ],
-        programs=programs,
+        outputs=[hat, hat, shape(chunks, heads, chunk, chunk, dtype=folded)],
+        programs=chunks * heads // _heads_at_once(heads),
         tile=config.exact,
         aliases={4: 0, 5: 1},
         HEADS=_heads_at_once(heads),
         LEVELS=chunk.bit_length() - 1,
-        KP=padded(dim),
-        BK=min(config.exact.block, padded(dim)),
+        LR=rows.bit_length() - 1,
+        BK=width,
         WIDE=call.dtype == jnp.float16,
-        FINE=fine,
         PRECISION=config.precision,
         **shared,
     )

@@ -5,8 +5,10 @@
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, load_rows, locate, token_of
 from ejkernel.kernels.chunks.triton.strong_gates import fold_level, keep_sums, sums_to_ends
+from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import climb, join_rows, load_row, place_rows
 
 
 @triton.jit
@@ -90,84 +92,99 @@ def exact_scores(
     p_qhat,
     p_khat,
     p_score,
-    p_sum,
     H: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
+    LR: tl.constexpr,
     HEADS: tl.constexpr,
     START: tl.constexpr,
     PACKED: tl.constexpr,
     FLIP: tl.constexpr,
     WIDE: tl.constexpr,
-    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded."""
-    PAD: tl.constexpr = K % BK != 0
-    p_sum += tl.program_id(0).to(tl.int64) * (C * KP)
+    """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded.
+
+    A decay is the product of its tokens' own, which are the only powers computed.
+    """
+    R: tl.constexpr = 1 << LR
+    SIGN: tl.constexpr = -1 if FLIP else 1
     # several a program, since most often none of them is flagged; what is the same for all of them would take registers
     for i_part in tl.range(0, HEADS, disable_licm=True):
         i_program = tl.program_id(0) * HEADS + i_part
         i_h = i_program % H
         i_chunk = i_program.to(tl.int64)
-        if tl.load(p_flag + i_chunk) != 0:
-            i_token, o_r, o_t, m_read, m_gate = enter(
-                p_gate, p_sum, i_program, p_cu, p_owner, T, N, H, K, KP, BK, C, START, PACKED, FLIP, FINE
-            )
-            o_row = o_r[:, None]
-            o_column = o_r[None, :]
+        # 1 or 0. The dots below are loops of so many turns: only from one turn to the next does an operand that was
+        # computed stay in shared memory, and both of theirs are one tile.
+        is_flagged = tl.load(p_flag + i_chunk)
+        if is_flagged != 0:
+            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            o_row = tl.arange(0, C)[:, None]
+            o_column = tl.arange(0, C)[None, :]
+            o_b = tl.arange(0, C // R)
+            o_t = o_b * (R * SIGN)
+            # rows meet earlier columns at the level of the highest bit in which they differ
+            b_apart = tl.where(o_row < o_column, -1, o_row ^ o_column)
             b_score = tl.zeros([C, C], tl.float32)
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
-                b_q, b_k, b_since, b_until = load_part(
-                    p_q,
-                    p_k,
-                    p_gate,
-                    p_sum,
-                    i_token,
-                    i_h,
-                    o_t,
-                    m_read,
-                    m_gate,
-                    o_r,
-                    o_k,
-                    H,
-                    HQ,
-                    HK,
-                    K,
-                    KP,
-                    PAD,
-                    C,
-                    WIDE,
-                    FINE,
-                )
-                m_tile = m_read[None, :] & (o_k[:, None] < K)
-                o_tile = (i_token * H + i_h) * K + (o_t[None, :] * (H * K) + o_k[:, None])
-                b_hat = b_q.to(tl.float32) * tl.exp2(b_since)
-                tl.store(p_qhat + o_tile, b_hat.to(p_qhat.dtype.element_ty), mask=m_tile)
-                b_hat = b_k.to(tl.float32) * tl.exp2(b_until)
-                tl.store(p_khat + o_tile, b_hat.to(p_khat.dtype.element_ty), mask=m_tile)
-                b_own = tl.dot(tl.trans(b_q), b_k, input_precision=PRECISION)
-                b_score += tl.where(o_row == o_column, b_own, 0.0)
-                # a level's fold is made a turn ahead of its product, which so takes both operands from shared memory
-                b_fold = fold_level(
-                    b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, 0, H, K, KP, PAD, C, FINE
-                )[0]
-                for i_level in range(0, LEVELS):
-                    b_pair = tl.dot(tl.trans(b_fold), b_fold, input_precision=PRECISION)
-                    if i_level + 1 < LEVELS:
-                        b_fold = fold_level(
-                            b_q, b_k, b_since, p_gate, p_sum, i_token, i_h, o_t, m_gate, o_r, o_k, i_level + 1,
-                            H, K, KP, PAD, C, FINE,
-                        )[0]  # fmt: skip
-                    # a late block meets the one before it
-                    o_met = tl.where(((o_row >> i_level) & 1) != 0, (o_row >> i_level) - 1, -1)
-                    b_score += tl.where((o_column >> i_level) == o_met, b_pair, 0.0)
+                p_q0 = p_q + place_rows(i_token, i_h // (H // HQ), o_t, o_k, HQ, K)
+                p_k0 = p_k + place_rows(i_token, i_h // (H // HK), o_t, o_k, HK, K)
+                o_hat = place_rows(i_token, i_h, o_t, o_k, H, K)
+                own_q = ()
+                own_k = ()
+                b_q = ()
+                b_k = ()
+                b_total = ()
+                for r in tl.static_range(R):
+                    i_row = i_c * C + o_b * R + r
+                    m_tile = (i_row < n_read)[:, None]
+                    if K % BK != 0:
+                        m_tile = m_tile & (o_k < K)[None, :]
+                    m_gate = m_tile
+                    if not START and r == 0:
+                        # the first gate meets no state, and must not make an infinite one of it
+                        m_gate = m_gate & (i_row > 0)[:, None]
+                    b_gate = load_row(p_gate + o_hat + r * (SIGN * H * K), m_gate).to(tl.float32)
+                    b_qrow = load_row(p_q0 + r * (SIGN * HQ * K), m_tile)
+                    b_krow = load_row(p_k0 + r * (SIGN * HK * K), m_tile)
+                    if WIDE:
+                        b_qrow = b_qrow.to(tl.float32)
+                        b_krow = b_krow.to(tl.float32)
+                    b_fade = tl.exp2(tl.minimum(b_gate * LOG2E, MOST))
+                    own_q += (b_qrow,)
+                    own_k += (b_krow,)
+                    b_q += (b_qrow.to(tl.float32) * b_fade,)
+                    b_k += (b_krow.to(tl.float32),)
+                    b_total += (b_fade,)
+                b_fold = join_rows(own_q, R)
+                b_other = join_rows(own_k, R)
+                b_part = tl.zeros([C, C], tl.float32)
+                for _ in tl.range(0, is_flagged):
+                    b_pair = tl.dot(b_fold, tl.trans(b_other), input_precision=PRECISION)
+                    b_part = tl.where(b_apart == 0, b_pair, 0.0)
+                    b_fold = tl.zeros_like(b_fold)
+                for i_level in tl.static_range(0, LEVELS):
+                    folded, b_q, b_k, b_total = climb(b_q, b_k, b_total, o_b, i_level, LR)
+                    b_fold = join_rows(folded, R).to(b_other.dtype)
+                    for _ in tl.range(0, is_flagged):
+                        b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
+                        # what meets at a higher level is written over there
+                        b_part = tl.where(b_apart >= 2**i_level, b_pair, b_part)
+                        b_fold = tl.zeros_like(b_fold)
+                b_score += b_part
+                for r in tl.static_range(R):
+                    m_tile = (i_c * C + o_b * R + r < n_read)[:, None]
+                    if K % BK != 0:
+                        m_tile = m_tile & (o_k < K)[None, :]
+                    o_tile = o_hat + r * (SIGN * H * K)
+                    tl.store(p_qhat + o_tile, b_q[r].to(p_qhat.dtype.element_ty), mask=m_tile)
+                    tl.store(p_khat + o_tile, b_k[r].to(p_khat.dtype.element_ty), mask=m_tile)
             tl.store(p_score + i_chunk * (C * C) + (o_row * C + o_column), b_score.to(p_score.dtype.element_ty))
 
 
