@@ -94,6 +94,13 @@ def _heads_at_once(heads: int) -> int:
     return math.gcd(heads, 8)
 
 
+def _rows(launcher: Launcher, tile: Tile, dims: int) -> tuple[int, int]:
+    """Key dims that the exact path takes at once, and log₂ of the rows that a thread has, with so many dims of each."""
+    width = min(tile.block, padded(launcher.call.key_dim))
+    rows = max(1, launcher.config.chunk * width // (32 * tile.warps * dims))
+    return width, rows.bit_length() - 1
+
+
 def fold_key_gates(
     launcher: Launcher,
     query: jax.Array,
@@ -139,9 +146,7 @@ def fold_key_gates(
     )
     if limit:
         return qhat, khat, Gates(factor=factor, late=late, flag=flag)
-    width = min(config.exact.block, padded(dim))
-    # rows of which a thread has four dims
-    rows = max(1, chunk * width // (128 * config.exact.warps))
+    width, rows = _rows(launcher, config.exact, 4)
     qhat, khat, score = launcher.launch(
         device("strong_key_gates").exact_scores,
         *(query, key, log_decay, flag, qhat, khat),
@@ -151,7 +156,7 @@ def fold_key_gates(
         aliases={4: 0, 5: 1},
         HEADS=_heads_at_once(heads),
         LEVELS=chunk.bit_length() - 1,
-        LR=rows.bit_length() - 1,
+        LR=rows,
         BK=width,
         WIDE=call.dtype == jnp.float16,
         PRECISION=config.precision,
@@ -166,21 +171,24 @@ def _exact_gradients(
     """Summands of the gates' gradient, in place of dq̂, and gradients of query and key, all of flagged chunks alone."""
     call, config = launcher.call, launcher.config
     query, key, value, log_decay = arrays[:4]
-    chunk, fine = config.chunk, call.dtype == F32
-    programs = launcher.blocks(chunk) * call.heads // _heads_at_once(call.heads)
-    width, block = padded(call.key_dim), config.exact.block
-    parts = dqhat.shape[-1] // call.key_dim
+    chunk, heads = config.chunk, _heads_at_once(call.heads)
+    programs = launcher.blocks(chunk) * call.heads // heads
+    # three tiles are added up at once, where the scores are one
+    tile = Tile(config.exact.block, 2 * config.exact.warps, 1)
+    width, rows = _rows(launcher, tile, 2)
     *results, _ = launcher.launch(
         device("strong_key_gates").exact_gradients,
         *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
-        outputs=[shape(*dqhat.shape), *given, None if fine else shape(programs, chunk, width)],
+        # the last is where each program keeps the gradients of a chunk's scores
+        outputs=[shape(*dqhat.shape), *given, shape(programs, chunk, chunk)],
         programs=programs,
-        tile=config.exact,
+        tile=tile,
         length=chunk,
-        HEADS=_heads_at_once(call.heads),
-        PARTS=parts,
+        HEADS=heads,
+        PARTS=dqhat.shape[-1] // call.key_dim,
         aliases={6: 0},
         LEVELS=chunk.bit_length() - 1,
+        LR=rows,
         H=call.heads,
         HQ=query.shape[2],
         HK=key.shape[2],
@@ -192,12 +200,9 @@ def _exact_gradients(
         SCALE=float(call.scale),
         FLIP=call.reverse,
         START=arrays[4] is not None,
-        KP=width,
-        # three tiles are added up at once, where the scores are one
-        BK=min(max(16, block // 2), width),
-        BV=min(2 * block, padded(call.value_dim)),
+        BK=width,
+        BV=min(2 * config.exact.block, padded(call.value_dim)),
         WIDE=call.dtype == jnp.float16,
-        FINE=fine,
         PRECISION=config.precision,
     )
     return results
