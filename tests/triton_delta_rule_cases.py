@@ -69,6 +69,32 @@ def assert_matches(found, expected, tolerance):
         assert error <= bound, f"{name}: error {error:.2e}, allowed {bound:.2e}"
 
 
+def assert_as_good_as_rounded(found, expected, most=2.0):
+    """Bounds the output's error by that of the answer's own rounding, so many times."""
+    rounded = np.asarray(jnp.asarray(expected["output"]).astype(found["output"].dtype)).astype(np.float64)
+    least = np.linalg.norm(rounded - expected["output"])
+    error = np.linalg.norm(np.asarray(found["output"]).astype(np.float64) - expected["output"])
+    assert error <= most * least, f"output: {error / least:.2f} times the error of rounding"
+
+
+def assert_exact_where_keys_are_alike(case, arrays, found, cotangents):
+    """Outputs within twice their rounding, gradients within 1e-2, a gate's of a head within that of its terms.
+
+    Where every token replaces what the one before it has written, nothing crosses a gate, and those terms cancel.
+    """
+    found, of_head = dict(found), case.gate and not case.per_key
+    if of_head:
+        arrays = {**arrays, "g": np.repeat(np.asarray(arrays["g"])[..., None], case.key_dim, -1)}
+    expected = answers(case, arrays, cotangents)
+    if of_head:
+        terms = expected.pop("g")
+        error = np.asarray(found.pop("g")).astype(np.float64) - terms.sum(-1)
+        size = np.linalg.norm(np.abs(terms).sum(-1))
+        assert np.linalg.norm(error) <= 1e-2 * size, f"g: {np.linalg.norm(error) / size:.1e} of the terms"
+    assert_matches(found, expected, {"other": 1e-2})
+    assert_as_good_as_rounded(found, expected)
+
+
 def compiled_call(dtype, key_dim, value_dim, decay, tokens=256):
     """A program that launches every kernel of a call of one head, and its gradients."""
     call = Call(1, tokens, 1, key_dim, value_dim, 1, False, decay, 0.1, False, np.dtype(jnp.dtype(dtype)))

@@ -8,7 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from delta_rule_cases import CASES, SHARED, Case
-from triton_delta_rule_cases import answers, assert_matches, inputs, on_triton, with_gradients
+from triton_delta_rule_cases import (
+    answers,
+    assert_exact_where_keys_are_alike,
+    assert_matches,
+    inputs,
+    on_triton,
+    with_gradients,
+)
 
 import ejkernel
 from ejkernel.kernels import _launch
@@ -85,6 +92,27 @@ def test_chunks_of_full_size(monkeypatch, per_key):
     monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
     case = Case("large", tokens=75, keys="nearly equal", state="each", key_dim=32, value_dim=32, **ONE)
     check(replace(case, gate="strong" if per_key else "tiny", per_key=per_key))
+
+
+ALIKE = Case("alike", tokens=140, keys="nearly equal", key_dim=32, value_dim=32, **ONE)
+
+
+@pytest.mark.parametrize(
+    "gate, beta",
+    [
+        ({}, "reflects"),
+        *[({"gate": "tiny"}, beta) for beta in ("ordinary", "replaces", "reflects")],
+        *[({"gate": "tiny", "per_key": True}, beta) for beta in ("replaces", "reflects")],
+    ],
+    ids=str,
+)
+def test_keys_alike_and_gates_next_to_nothing(monkeypatch, gate, beta):
+    """Where most of what a chunk adds to its state cancels."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
+    case = replace(ALIKE, beta=beta, **gate)
+    arrays = inputs(case, "bfloat16")
+    found, cotangents = with_gradients(case, arrays)
+    assert_exact_where_keys_are_alike(case, arrays, found, cotangents)
 
 
 def test_without_gradients():

@@ -3,12 +3,18 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from delta_rule_cases import CASES, SHARED, Case
-from triton_delta_rule_cases import answers, assert_matches, inputs, with_gradients
+from triton_delta_rule_cases import (
+    answers,
+    assert_as_good_as_rounded,
+    assert_exact_where_keys_are_alike,
+    assert_matches,
+    inputs,
+    with_gradients,
+)
 
 import ejkernel
 from ejkernel.kernels import _launch
@@ -33,18 +39,10 @@ def check(case, dtype="bfloat16", seed=0):
     found, cotangents = with_gradients(case, arrays, platform="triton")
     expected = answers(case, arrays, cotangents)
     assert_matches(found, expected, TOLERANCE[dtype])
-    assert_as_good_as_rounded(case, dtype, found, expected)
-
-
-def assert_as_good_as_rounded(case, dtype, found, expected):
     if dtype != "float32":
         # beside the answer's own rounding, that of states, of what they are short of, and of what reads both; in
         # float16 key gates are folded against a chunk's ends, which rounds queries and keys once more
-        rounded = np.asarray(jnp.asarray(expected["output"]).astype(dtype)).astype(np.float64)
-        least = np.linalg.norm(rounded - expected["output"])
-        error = np.linalg.norm(np.asarray(found["output"]).astype(np.float64) - expected["output"])
-        most = 2.4 if case.per_key and dtype == "float16" else 2
-        assert error <= most * least, f"output: {error / least:.2f} times the error of rounding"
+        assert_as_good_as_rounded(found, expected, 2.4 if case.per_key and dtype == "float16" else 2)
 
 
 SHAPES = [
@@ -89,7 +87,29 @@ def test_without_gradients(shape, base):
     found = {"output": output, "final state": final}
     expected = dict(zip(found, oracle.delta_rule(**arrays, **case.options)[:2], strict=True))
     assert_matches(found, expected, TOLERANCE["bfloat16"])
-    assert_as_good_as_rounded(case, "bfloat16", found, expected)
+    assert_as_good_as_rounded(found, expected)
+
+
+WEAK = [replace(base, gate=base.gate and "tiny", keys="nearly equal") for base in (NONE, HEAD, KEY)]
+
+
+@pytest.mark.parametrize("base", WEAK, ids=str)
+@pytest.mark.parametrize(
+    "beta, shape",
+    [("ordinary", {}), ("replaces", {"batch": 1, "tokens": 900}), ("reflects", UNEVEN)],
+    ids=["ordinary", "replaces-segments", "reflects-packed"],
+)
+def test_keys_alike_and_gates_next_to_nothing(beta, shape, base):
+    """Where most of what a chunk adds to its state cancels."""
+    check_alike(replace(base, beta=beta, **shape))
+
+
+def check_alike(case):
+    arrays = inputs(case, "bfloat16")
+    found, cotangents = with_gradients(case, arrays, platform="triton")
+    assert_exact_where_keys_are_alike(case, arrays, found, cotangents)
+    alone = getattr(ejkernel, case.op)(**arrays, **case.options, platform="triton")[0]
+    assert_exact_where_keys_are_alike(case, arrays, {**found, "output": alone}, cotangents)
 
 
 @pytest.mark.parametrize("base", [HEAD, KEY], ids=str)
@@ -119,6 +139,14 @@ def test_every_configuration(monkeypatch, memory, dim, dtype, base):
     """Those for other chips run here too, only not at their best."""
     monkeypatch.setattr(configs, "MEMORY", {_launch.capability(): memory})
     check(replace(base, batch=1, tokens=150, key_dim=dim, value_dim=dim, gate="resets"), dtype)
+
+
+@pytest.mark.parametrize("base", WEAK[1:], ids=str)
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("memory", [configs.LARGE, configs.MEDIUM, configs.SMALL])
+def test_keys_alike_in_every_configuration(monkeypatch, memory, dim, base):
+    monkeypatch.setattr(configs, "MEMORY", {_launch.capability(): memory})
+    check_alike(replace(base, batch=1, tokens=150, key_dim=dim, value_dim=dim, beta="replaces"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if 0 not in (case.key_dim, case.value_dim)], ids=str)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 
+_STEP = Tile(64, 4, 1)
+_THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -25,6 +28,7 @@ class Config:
         key_block: Key dims that the latter takes at once.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
+        alike: The walks where keys are alike.
     """
 
     chunk: int
@@ -41,10 +45,9 @@ class Config:
     key_block: int
     step: Tile
     fill: int
+    alike: Tile = _THIN
 
 
-_STEP = Tile(64, 4, 1)
-_THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
 _AHEAD, _FURTHER, _DEEP = Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 8, 1)
 _THIN_AHEAD, _LARGE = Tile(32, 4, 2), Tile(128, 8, 1)
 _LARGE_AHEAD, _LARGE_FURTHER = Tile(128, 8, 2), Tile(128, 8, 3)
@@ -65,6 +68,7 @@ _HALF = {  # bfloat16, by the padded key dim
             128,
             _STEP,
             132,
+            _WIDE,
         ),
         256: Config(64, *_BF16, _WIDE, 1, _THIN_AHEAD, _DEEP, _DEEP, _DEEP, _DEEP, _LARGE, 128, _STEP, 132),
     },

@@ -79,6 +79,7 @@ class Facts:
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
     middle: bool  # one gate a key dim, folded against the middle of a chunk
+    alike: bool  # chunks whose keys are alike are taken with more digits than 16 bit have
     precision: str  # of dots on float32 operands
     invert: str  # of those that make an inverse
     solve: str  # of those that apply it
@@ -110,6 +111,7 @@ class Launcher:
             flip=call.reverse,
             # float16 has too small a range for that, and float32 more digits than products of that
             middle=call.decay == "key" and call.dtype == jnp.bfloat16,
+            alike=call.dtype == jnp.bfloat16,
             precision=config.precision,
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16
@@ -213,8 +215,39 @@ class Launcher:
         )
         return list(results)
 
-    def walk(self, kernel: Any, *arrays: Any, tile: Tile, further: int = 0, **rest: Any) -> list[jax.Array]:
-        """Runs `kernel` over time segments, a block of value dims, or of as many `further` rows, a program."""
+    def walk(
+        self,
+        kernel: Any,
+        *arrays: Any,
+        outputs: Sequence[Any],
+        tile: Tile,
+        changed: Sequence[Any] = (),
+        more: Sequence[Any] = (),
+        **rest: Any,
+    ) -> list[Any]:
+        """Runs `kernel` over time segments, and where keys are alike once more, in the same memory.
+
+        That may also change some arrays, and makes `more` outputs.
+        """
+        none = [None] * (len(changed) + len(more))
+        standins = [None] * (len(outputs) + len(changed))
+        every = [*outputs, *none]
+        found = self._walk(kernel, *arrays, *standins, outputs=every, tile=tile, ALIKE=False, **rest)[: len(outputs)]
+        if not self.facts.alike:
+            return [*found, *none]
+        every = [*outputs, *(shape(*each.shape, dtype=each.dtype) for each in changed), *more]
+        return self._walk(
+            kernel,
+            *(*arrays, *found, *changed),
+            outputs=every,
+            tile=self.config.alike,
+            aliases={len(arrays) + i: i for i in range(len(standins)) if every[i] is not None},
+            ALIKE=True,
+            **rest,
+        )
+
+    def _walk(self, kernel: Any, *arrays: Any, tile: Tile, further: int = 0, **rest: Any) -> list[jax.Array]:
+        """A block of value dims, or of as many `further` rows, a program."""
         block, length = min(tile.block, padded(self.call.value_dim)), self.plan.segment
         parts = cdiv(self.call.value_dim, block) + cdiv(further, block)
         return self.launch(

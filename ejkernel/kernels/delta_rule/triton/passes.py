@@ -28,12 +28,23 @@ class Folded(NamedTuple):
     strong: jax.Array | None = None  # which chunks have gates too strong to meet states in their middle [chunks, H]
 
 
+class Systems(NamedTuple):
+    """Solutions of the chunks' systems."""
+
+    reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
+    inverse: jax.Array | None  # [chunks, H, C, C]
+    transposed: jax.Array  # inverses, for the way back [chunks, H, C, C]
+    squares: jax.Array | None = None  # of systems' rows, by which keys are alike [chunks, H, C]
+    weak: jax.Array | None = None  # with one gate a head, where that may be so, and where there are squares [chunks, H]
+    rests: jax.Array | None = None  # what rounding has taken off reads and inverses there [chunks, H, C, C]
+
+
 class Kept(NamedTuple):
     """What a forward leaves for its backward."""
 
     added: jax.Array  # what tokens add to the state [B, T, H, V]
-    reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
-    transposed: jax.Array  # inverses of the chunks' systems, transposed [chunks, H, C, C]
+    added_rest: jax.Array | None  # what rounding has taken off it, where keys are alike [B, T, H, V]
+    systems: Systems
     weights: jax.Array  # of a chunk's rows, as device code's `WEIGHTS` lists them [chunks, H, 5, C]
     folded: Folded | None
     states: jax.Array  # that chunks begin with, transposed [chunks, H, V, K]
@@ -65,14 +76,20 @@ def _walk(
     dtype = call.dtype
     keyed = call.decay == "key"
     solve = _solve_keyed if keyed else _solve
-    reads, inverse, transposed, weights, folded = solve(launcher, keep, query, key, beta, log_decay)
-    walked = folded.query, folded.key, folded.write, value, reads, inverse, weights, folded.factors, folded.strong
+    systems, weights, folded = solve(launcher, keep, query, key, beta, log_decay)
+    walked = (
+        *(folded.query, folded.key, folded.write, value, systems.reads, systems.inverse),
+        *(weights, folded.factors, folded.strong, systems.weak, query, key),
+    )
     time, transitions = "whole", None
+    rests = launcher.chunked(config.chunk, config.chunk, dtype=dtype)
     if launcher.plan.segmented(call):
-        *_, transitions, effects = launcher.walk(
+        _, _, transitions, effects, *_ = launcher.walk(
             device("walk").forward,
             *(*walked, start),
             outputs=[None, None, launcher.segments(call.key_dim), launcher.segments(call.value_dim)],
+            changed=[systems.squares],
+            more=[None, rests],
             tile=config.effects,
             further=call.key_dim,
             START=start is not None,
@@ -80,7 +97,7 @@ def _walk(
             TIME="effects",
         )
         time, start = "segments", _scan_segments(launcher, effects, transitions, start, back=False)
-    output, added, states, last = launcher.walk(
+    output, added, states, last, squares, added_rest, rests = launcher.walk(
         device("walk").forward,
         *(*walked, start),
         outputs=[
@@ -89,6 +106,8 @@ def _walk(
             launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
             launcher.states(),
         ],
+        changed=[systems.squares],
+        more=[launcher.rows(call.value_dim, dtype) if keep else None, rests],
         tile=config.forward if keep or keyed else config.alone,
         START=start is not None,
         KEEP=keep,
@@ -96,21 +115,27 @@ def _walk(
     )
     if not keep:
         return output, last, None
-    return output, last, Kept(added, reads, transposed, weights, folded if keyed else None, states, transitions)
+    # the inverse has been used
+    systems = systems._replace(inverse=None, squares=squares, rests=rests)
+    kept = Kept(added, added_rest, systems, weights, folded if keyed else None, states, transitions)
+    return output, last, kept
 
 
 def _solve(
     launcher: Launcher, keep: bool, query: jax.Array, key: jax.Array, beta: jax.Array, log_decay: jax.Array | None
-) -> tuple[Any, ...]:
-    """What queries read, the systems' inverses, these transposed, the rows' weights, and queries and keys."""
+) -> tuple[Systems, jax.Array, Folded]:
+    """The systems' solutions, the rows' weights, and queries and keys."""
     chunk, heads = launcher.config.chunk, launcher.call.heads
-    known = None if log_decay is None else _weigh(launcher, beta, log_decay)
+    known, weak, squares = [None] * 3 if log_decay is None else _weigh(launcher, beta, log_decay)
     # what is kept takes the registers
     each = 1 if keep else launcher.heads_a_program()
     *found, weights = launcher.launch(
         device("system").solve,
         *(query, key, beta, known),
-        outputs=[*_systems(launcher, keep), launcher.chunked(WEIGHTS, chunk) if known is None else None],
+        outputs=[
+            *_systems(launcher, keep),
+            launcher.chunked(WEIGHTS, chunk) if known is None else None,
+        ],
         programs=launcher.blocks(chunk) * heads // each,
         tile=launcher.config.system,
         length=chunk,
@@ -118,17 +143,21 @@ def _solve(
         BK=padded(launcher.call.key_dim),
         EACH=each,
     )
-    return (*found, weights if known is None else known, Folded(query, key))
+    systems = Systems(*found[:3])
+    if launcher.facts.alike:
+        systems = systems._replace(squares=found[3] if known is None else squares, weak=weak)
+    return systems, weights if known is None else known, Folded(query, key)
 
 
 def _systems(launcher: Launcher, keep: bool) -> list[Any]:
-    """What queries read, the systems' inverses and, if to be kept, these transposed."""
+    """What queries read, the systems' inverses, if to be kept, these transposed, and squares of the systems' rows."""
     chunk = launcher.config.chunk
     square = launcher.chunked(chunk, chunk)
-    return [launcher.chunked(chunk, chunk, dtype=launcher.call.dtype), square, square if keep else None]
+    squares = launcher.chunked(chunk) if launcher.facts.alike else None
+    return [launcher.chunked(chunk, chunk, dtype=launcher.call.dtype), square, square if keep else None, squares]
 
 
-def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Any, ...]:
+def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Systems, jax.Array, Folded]:
     """`_solve` where key dims have gates."""
     call, config = launcher.call, launcher.config
     chunk, blocks = config.chunk, launcher.blocks(config.chunk)
@@ -140,14 +169,14 @@ def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Any, ...
         *found, weighed = launcher.launch(
             device("key_gates").solve_keyed,
             *(*arrays, *[None] * 8),
-            outputs=[*systems, *folds, weights],
+            outputs=[*systems[:3], *folds, weights],
             programs=blocks * call.heads,
             LOOK=1,
             STRONG=False,
             **exact,
         )
-        return (*found[:3], weighed, Folded(*found[3:]))
-    reads, inverse, transposed, weighed, *folded, strong = launcher.launch(
+        return Systems(*found[:3]), weighed, Folded(*found[3:])
+    reads, inverse, transposed, squares, weighed, *folded, strong = launcher.launch(
         device("folding").solve_folded,
         *arrays,
         outputs=[*systems, weights, *folds, launcher.chunked(dtype=jnp.int32)],
@@ -160,30 +189,34 @@ def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Any, ...
     *found, _ = launcher.launch(
         device("key_gates").solve_keyed,
         *(*arrays, strong, reads, inverse, transposed, *folded),
-        outputs=[*systems, *folds, None],
+        outputs=[*systems[:3], *folds, None],
         programs=blocks,
         aliases={len(arrays) + 1 + i: i for i in range(7) if keep or i != 2},
         LOOK=padded(call.heads),
         STRONG=True,
         **exact,
     )
-    return (*found[:3], weighed, Folded(*found[3:])._replace(strong=strong))
+    solved = Systems(*found[:3])._replace(squares=squares)
+    return solved, weighed, Folded(*found[3:])._replace(strong=strong)
 
 
-def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> jax.Array:
-    """Of a chunk's rows, as device code's `WEIGHTS` lists them, where heads have gates."""
+def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> list[jax.Array]:
+    """`WEIGHTS` of chunks' rows, as device code lists them, where gates of heads are weak, and room for squares."""
     heads, chunk = launcher.call.heads, launcher.config.chunk
     block = min(16, padded(heads))
-    (found,) = launcher.launch(
+    return launcher.launch(
         device("decays").weigh,
         *(beta, log_decay),
-        outputs=[launcher.chunked(WEIGHTS, chunk)],
+        outputs=[
+            launcher.chunked(WEIGHTS, chunk),
+            launcher.chunked(dtype=jnp.int32) if launcher.facts.alike else None,
+            launcher.chunked(chunk) if launcher.facts.alike else None,
+        ],
         programs=launcher.blocks(chunk) * cdiv(heads, block),
         tile=Tile(block, 4, 1),
         length=chunk,
         BH=block,
     )
-    return found
 
 
 def _scan_segments(
@@ -225,7 +258,8 @@ def backward(
     folded = kept.folded or Folded(query, key)
     walked = (
         *(folded.query, folded.key, folded.write, doutput),
-        *(kept.reads, kept.transposed, kept.weights, folded.factors, folded.strong),
+        *(kept.systems.reads, kept.systems.transposed, kept.weights, folded.factors, folded.strong),
+        *(kept.systems.weak, kept.systems.squares, kept.systems.rests),
     )
     time = "whole"
     if kept.transitions is not None:
@@ -252,11 +286,12 @@ def backward(
         LAST=pull is not None,
         TIME=time,
     )
-    given = query, key, beta, log_decay, doutput, kept.added, dr, kept.states, dstates
+    given = query, key, beta, log_decay, doutput, kept.added, kept.added_rest, dr, kept.states, dstates
+    weak, squares = kept.systems.weak, kept.systems.squares
     if call.decay == "key":
-        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given, strong=folded.strong)
+        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given, strong=folded.strong, squares=squares)
     else:
-        dquery, dkey, dvalue, dbeta, dgate = _gradients(launcher, *given, kept.weights)
+        dquery, dkey, dvalue, dbeta, dgate = _gradients(launcher, *given, kept.weights, weak=weak, squares=squares)
     dvalue = dvalue[..., None, :]
     found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
     dlog_decay = dstate = None
@@ -269,25 +304,33 @@ def backward(
     return (*found, dbeta.sum(-1).astype(beta.dtype), dlog_decay, dstate)
 
 
-def _gradients(launcher: Launcher, *arrays: Any) -> list[Any]:
+def _gradients(launcher: Launcher, *arrays: Any, weak: jax.Array | None, squares: jax.Array | None) -> list[Any]:
     """Of query, key, value, beta and log decay, all but the value's in parts `[B, T, H, parts, ·]`."""
     query, key, _, log_decay = arrays[:4]
-    small = launcher.token_parts()
+    small, heads, cut = launcher.token_parts(), launcher.call.heads, launcher.by_parts()
+    outputs = [
+        launcher.parts(query),
+        launcher.parts(key),
+        launcher.values(),
+        small,
+        small if log_decay is not None else None,
+    ]
+    kernel, look = device("gradients").gradients, padded(heads)
+    found = launcher.launch(kernel, *arrays, *[None] * 7, outputs=outputs, ALIKE=False, LOOK=look, **cut)
+    if squares is None:
+        return found
     return launcher.launch(
-        device("gradients").gradients,
-        *arrays,
-        outputs=[
-            launcher.parts(query),
-            launcher.parts(key),
-            launcher.values(),
-            small,
-            small if log_decay is not None else None,
-        ],
-        **launcher.by_parts(),
+        kernel,
+        *(*arrays, weak, squares, *found),
+        outputs=outputs,
+        aliases={len(arrays) + 2 + i: i for i, each in enumerate(outputs) if each is not None},
+        ALIKE=True,
+        LOOK=look,
+        **cut | {"programs": cut["programs"] // heads},
     )
 
 
-def _key_gradients(launcher: Launcher, *arrays: Any, strong: jax.Array | None) -> list[Any]:
+def _key_gradients(launcher: Launcher, *arrays: Any, strong: jax.Array | None, squares: jax.Array | None) -> list[Any]:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     query, key, _, log_decay = arrays[:4]
     call, cut = launcher.call, launcher.by_parts()
@@ -297,21 +340,36 @@ def _key_gradients(launcher: Launcher, *arrays: Any, strong: jax.Array | None) -
     constants = launcher.gates() | {"LOOK": padded(call.heads * flags.shape[-1])}
     *found, dvalue, dbeta, flagged = launcher.launch(
         kernel,
-        *(*arrays, strong, None, None, None),
+        *(*arrays, strong, *[None] * 6),
         outputs=[*moving, launcher.values(), launcher.token_parts(), flags if strong is None else None],
         STRONG=False,
+        ALIKE=False,
         **cut,
         **constants,
     )
-    dquery, dkey, dgate, *_ = launcher.launch(
+    strong = flagged if strong is None else strong
+    rare: dict[str, Any] = cut | constants | {"programs": cut["programs"] // call.heads}
+    places = {len(arrays) + 2 + i: i for i in range(5)}
+    *found, _, _, _ = launcher.launch(
         kernel,
-        *(*arrays, flagged if strong is None else strong, *found),
+        *(*arrays, strong, squares, *found, None, None),
         outputs=[*moving, None, None, None],
-        aliases={len(arrays) + 1 + i: i for i in range(3)},
+        aliases={at: i for at, i in places.items() if i < 3},
         STRONG=True,
-        **cut | {"programs": cut["programs"] // call.heads},
-        **constants,
+        ALIKE=False,
+        **rare,
     )
+    if squares is not None:
+        *found, dvalue, dbeta, _ = launcher.launch(
+            kernel,
+            *(*arrays, strong, squares, *found, dvalue, dbeta),
+            outputs=[*moving, launcher.values(), launcher.token_parts(), None],
+            aliases=places,
+            STRONG=False,
+            ALIKE=True,
+            **rare,
+        )
+    dquery, dkey, dgate = found
     return [dquery, dkey, dvalue, dbeta, dgate]
 
 

@@ -10,6 +10,11 @@ from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of
 
 # no state that a token could be short of is so large that this part of it is not lost in rounding
 LEAST_BETA = tl.constexpr(2.0**-60)
+# bits of a chunk's gates, a token, from which on its keys may be alike; the same with betas of 1 or more; and of how
+# many tokens it takes
+WEAK = tl.constexpr(-3.0 / 64)
+WEAK_WRITTEN = tl.constexpr(-14.0 / 64)
+FEWEST_ALIKE = tl.constexpr(16)
 # numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates, whole bits and rest
 WEIGHTS = tl.constexpr(5)
 
@@ -36,12 +41,15 @@ def weigh(
     T,
     N,
     p_weight,
+    p_weak,
+    p_squares,
     CALL: tl.constexpr,
     BH: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
 
+    And in which chunks gates are so weak that keys may be alike; where `squares` of these go is left as it is.
     Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
     times infinity is no number.
     """
@@ -80,3 +88,8 @@ def weigh(
     tl.store(p_row + 2 * C, b_until, mask=m_head)
     tl.store(p_row + 3 * C, b_whole, mask=m_head)
     tl.store(p_row + 4 * C, b_part, mask=m_head)
+    if CALL.alike:
+        b_least = tl.where(tl.max(tl.abs(b_beta), 1) < 1.0, WEAK, WEAK_WRITTEN)
+        n_here = tl.minimum(n_read - i_row, C)
+        is_weak = (tl.sum(b_whole_end + b_part_end, 1) > b_least * n_here) & (n_here >= FEWEST_ALIKE)
+        tl.store(p_weak + i_block.to(tl.int64) * H + o_h, is_weak.to(tl.int32), mask=o_h < H)

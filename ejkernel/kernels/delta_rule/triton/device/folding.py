@@ -12,8 +12,9 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import inverse
+from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, scores
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
 
 
@@ -153,6 +154,7 @@ def solve_folded(
     p_read,
     p_inverse,
     p_transposed,
+    p_squares,
     p_weight,
     p_query,
     p_recall,
@@ -201,18 +203,18 @@ def solve_folded(
     tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
     tl.store(p_strong + i_chunk, is_strong.to(tl.int32))
     if is_strong | (i_row >= n_rows):
+        # strong gates keep keys from being alike
+        tl.store(p_squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
         return
     # what other threads have written
     tl.debug_barrier()
     b_recall = load_rows(p_recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
     b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
     b_query = load_rows(p_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    # selected before anything multiplies them: a pair that nobody reads may have overflowed
-    b_below = tl.dot(b_recall, tl.trans(b_write), input_precision=PRECISION)
-    b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
-    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
-    b_score = tl.dot(b_query, tl.trans(b_write), input_precision=PRECISION)
-    b_score = tl.where(o_r[:, None] > o_r[None, :], b_score, 0.0)
+    b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
+    store_squares(b_below, p_squares, i_chunk, o_r, C)
+    b_inverse = inverse(b_below, C, INVERT)
+    b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
     # a token's own key crosses no gate
     b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
     b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)

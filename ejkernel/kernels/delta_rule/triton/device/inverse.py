@@ -38,6 +38,12 @@ def product(b_left, b_right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def scores(b_left, b_right, m_pair, PRECISION: tl.constexpr):
+    """Of pairs of rows, selected before anything multiplies them: a pair that nobody reads may have overflowed."""
+    return tl.where(m_pair, tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION), 0.0)
+
+
+@triton.jit
 def of_small_blocks(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
     """`(I + below)⁻¹` of the blocks of 16 rows on the diagonal, as one matrix."""
     BLOCKS: tl.constexpr = C // 16

@@ -8,6 +8,7 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, token_of
 from ejkernel.kernels.chunks.triton.strong_gates import split_gate
+from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
 from ejkernel.kernels.delta_rule.triton.device.key_gates import scaled
@@ -74,9 +75,10 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISIO
 
 @triton.jit
 def of_chunk(
-    p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq, p_dk,
-    p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
+    p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq,
+    p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr, ALIKE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """What `gradients_keyed` gives, of one chunk and head."""
     H: tl.constexpr = CALL.heads
@@ -104,15 +106,18 @@ def of_chunk(
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
     m_gate = m_read & (i_row + o_r > 0)
-    b_do, b_u, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p_dout, p_u, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV, not STRONG
-    )
+    b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
+        p_dout, p_u, p_u_rest, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV,
+        ALIKE, not STRONG,
+    )  # fmt: skip
     if STRONG:
         b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 0)[None, :]
     # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
     b_do = tl.trans((b_do.to(tl.float32) * SCALE).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
     b_ut = tl.trans(b_u)
+    b_dscore_rest = rest_of(b_dscore)
+    b_dbelow_rest = rest_of(b_dbelow)
     b_dscore = b_dscore.to(b_u.dtype)
     b_dbelow = b_dbelow.to(b_u.dtype)
     m_end = (o_r == C - 1)[None, :]
@@ -183,20 +188,25 @@ def of_chunk(
                 if not MIDDLE:
                     b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dscore), acc=b_grad, input_precision=PRECISION)
+                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dscore_rest), ALIKE)
                 b_flow = b_late_q.to(tl.float32) * b_grad
                 b_dq = b_grad * tl.exp2(b_bits)
                 b_grad = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
                 if not MIDDLE:
                     b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dbelow), acc=b_grad, input_precision=PRECISION)
+                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dbelow_rest), ALIKE)
                 b_flow += b_late_k.to(tl.float32) * b_grad
                 b_dk = b_grad * tl.exp2(b_bits)
                 b_grad = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
+                b_grad = add_rest(b_grad, tl.trans(b_dstate), tl.trans(b_u_rest), ALIKE)
                 if not MIDDLE:
                     b_grad = b_grad * tl.exp2(b_last)[:, None]
                 b_leaving += tl.sum(b_early_k.to(tl.float32) * b_grad, 1)
                 b_grad = tl.dot(b_late_q, b_dscore, acc=b_grad, input_precision=PRECISION)
                 b_grad = tl.dot(b_late_k, b_dbelow, acc=b_grad, input_precision=PRECISION)
+                b_grad = add_rest(b_grad, b_late_q, b_dscore_rest, ALIKE)
+                b_grad = add_rest(b_grad, b_late_k, b_dbelow_rest, ALIKE)
                 b_flow -= b_early_k.to(tl.float32) * b_grad
                 b_dk += b_grad * tl.exp2(-b_bits)
             tl.store(p_dq + i_rows + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
@@ -215,13 +225,17 @@ def gradients_keyed(
     p_gate,
     p_dout,
     p_u,
+    p_u_rest,
     p_dr,
     p_states,
     p_dstates,
     p_strong,
+    p_squares,
     p_dq_in,
     p_dk_in,
     p_dgate_in,
+    p_dv_in,
+    p_dbeta_in,
     p_cu,
     p_owner,
     T,
@@ -239,6 +253,7 @@ def gradients_keyed(
     FINE: tl.constexpr,
     LIMIT: tl.constexpr,
     STRONG: tl.constexpr,
+    ALIKE: tl.constexpr,
     LOOK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -246,32 +261,37 @@ def gradients_keyed(
 
     Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are left out, and flagged
     unless the walks, which met states there, have flagged the chunk. STRONG finds these, split dyadically, beside
-    results that come as `p_…_in`, in the same memory. Most often there are none, so a program looks after a chunk's
-    heads at once, at most LOOK flags.
+    results that come as `p_…_in`, in the same memory, and ALIKE with more digits those of chunks whose keys are alike.
+    Most often there are none, so a program looks after a chunk's heads at once, at most LOOK flags.
 
     A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
     leaves the chunk.
     """
     H: tl.constexpr = CALL.heads
+    C: tl.constexpr = CALL.chunk
     NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
     FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + BK - 1) // BK)
     i_program = tl.program_id(0)
     i_v = i_program % NV
-    if STRONG:
+    if STRONG or ALIKE:
         i_block = i_program // NV
         o_flag = tl.arange(0, LOOK)
-        b_flag = tl.load(p_strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+        if ALIKE:
+            _, i_c, _, n_rows, _ = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+            b_flag = heads_alike(p_squares, p_squares, i_block, o_flag, n_rows - i_c * C, "key", H, C)
+        else:
+            b_flag = tl.load(p_strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, H):
                 if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
                     of_chunk(
-                        p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N,
-                        p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV, LEVELS, FINE,
-                        LIMIT, STRONG, PACKED,
+                        p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu,
+                        p_owner, T, N, p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV,
+                        LEVELS, FINE, LIMIT, STRONG, ALIKE, PACKED,
                     )  # fmt: skip
     else:
         of_chunk(
-            p_q, p_k, p_beta, p_gate, p_dout, p_u, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq, p_dk,
-            p_dgate, p_dv, p_dbeta, p_flag, i_program // (NV * H), (i_program // NV) % H, i_v, CALL, BK, BV, LEVELS,
-            FINE, LIMIT, STRONG, PACKED,
+            p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N,
+            p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_program // (NV * H), (i_program // NV) % H, i_v, CALL, BK, BV,
+            LEVELS, FINE, LIMIT, STRONG, ALIKE, PACKED,
         )  # fmt: skip

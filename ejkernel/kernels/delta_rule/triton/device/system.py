@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product
+from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
@@ -42,8 +43,9 @@ def store_system(
 
 @triton.jit
 def solve_heads(
-    p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row, i_first, n_rows,
-    n_read, CALL: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
+    p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
+    i_first_head, i_row, i_first, n_rows, n_read, CALL: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """What `solve` gives, of one chunk, which may be known to have all rows."""
     H: tl.constexpr = CALL.heads
@@ -75,18 +77,18 @@ def solve_heads(
             p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
             b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
             b_beta = writing(b_beta)
-        # selected before anything multiplies them: a pair that nobody reads may have overflowed
-        b_below = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
+        b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
         if DECAY == "head":
             b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
             b_below = b_below * b_pair
-        b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+        b_below = b_below * b_beta[:, None]
+        if CALL.alike and DECAY != "head":
+            store_squares(b_below, p_squares, i_chunk, o_r, C)
+        b_inverse = inverse(b_below, C, INVERT)
         if DECAY != "head":
             # only now that it has come for sure
             tl.store(p_row, b_beta)
-        b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
+        b_score = scores(b_q, b_k, o_r[:, None] >= o_r[None, :], PRECISION)
         if DECAY == "head":
             b_score = b_score * b_pair
         store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
@@ -105,6 +107,7 @@ def solve(
     p_read,
     p_inverse,
     p_transposed,
+    p_squares,
     p_weight,
     CALL: tl.constexpr,
     BK: tl.constexpr,
@@ -130,16 +133,16 @@ def solve(
         # of packed sequences most chunks have all rows; there are fewer than could be
         if i_row + C <= n_read:
             solve_heads(
-                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row,
-                i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
+                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
+                i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
             )  # fmt: skip
         elif i_row < n_rows:
             solve_heads(
-                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row,
-                i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
+                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
+                i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
             )  # fmt: skip
     else:
         solve_heads(
-            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_weight, i_block, i_first_head, i_row, i_first,
-            n_rows, n_read, CALL, BK, EACH, KEEP, WHOLE,
+            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
+            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, WHOLE,
         )  # fmt: skip

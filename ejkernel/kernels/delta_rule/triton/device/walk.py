@@ -18,6 +18,14 @@ from ejkernel.kernels.chunks.triton.places import (
     locate,
     token_of,
 )
+from ejkernel.kernels.delta_rule.triton.device.alike import (
+    any_alike,
+    any_weak,
+    load_rest,
+    measure,
+    rest_of,
+    store_rests,
+)
 from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
@@ -53,7 +61,15 @@ def forward(
     p_weight,
     p_factor,
     p_strong,
+    p_weak,
+    p_own_q,
+    p_own_k,
     p_start,
+    p_out_in,
+    p_u_in,
+    p_states_in,
+    p_last_in,
+    p_squares_in,
     p_cu,
     p_owner,
     T,
@@ -63,12 +79,16 @@ def forward(
     p_u,
     p_states,
     p_last,
+    p_squares,
+    p_u_rest,
+    p_rest,
     CALL: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     START: tl.constexpr,
     KEEP: tl.constexpr,
     TIME: tl.constexpr,
+    ALIKE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
@@ -79,6 +99,8 @@ def forward(
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start. Time is "whole", or cut in
     "segments" that start from states of their own, [value dims, key dims]. For those an "effects" walk finds what a
     segment makes of nothing, as `p_last`, and of each key dim, as `p_states`.
+    ALIKE does so once more, with more digits, where some chunk's keys are alike, beside results that come as `p_…_in`,
+    in the same memory, and stores what rounding takes off the systems' solutions, and KEEP off `u`.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -124,6 +146,23 @@ def forward(
         if is_last | (i_n >= N) | ((i_part >= NV) & (i_j == 0)):
             return
         m_start = m_start & (i_j == 0)
+    if ALIKE:
+        if DECAY == "head":
+            if any_weak(p_weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+                return
+            measure(p_k, p_weak, p_weight, p_squares, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL, BK)
+        if any_alike(p_weak, p_squares, (i_chunk0 + i_from) * H + i_h, n_steps, DECAY, H, C) == 0:
+            return
+        for i_c in range(i_from, i_from + n_steps):
+            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            m_read = i_c * C + o_r < n_read
+            i_chunk = (i_chunk0 + i_c) * H + i_h
+            store_rests(
+                p_q, p_k, p_own_q, p_own_k, p_write, p_weight, p_rest, i_token, i_h, i_chunk, o_t, m_read, CALL, BK
+            )
+        # what other threads have written
+        tl.debug_barrier()
+    if EFFECTS:
         b_state = tl.where((o_v - NV * BV)[:, None] == o_k[None, :], 1.0, 0.0)
     if START:
         p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
@@ -170,9 +209,19 @@ def forward(
                 # no decay is below 0: what a dot's operand hangs on is fetched ahead of its chunk, as decays are to be
                 m_idle = m_idle | (b_since < 0.0)
             b_asked = tl.where(m_idle, 0.0, b_error)
-            b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION) * SCALE
+            b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION)
+            if ALIKE:
+                b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
+                b_rest = load_rest(p_rest, i_chunk, o_r, False, C)
+                b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_rest), acc=b_out)
+            b_out = b_out * SCALE
         b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
         b_u = tl.dot(b_ordered, tl.trans(b_inverse), input_precision=SOLVE)
+        if ALIKE:
+            b_ordered = in_order_of_operands(b_error - nearest(b_error, SOLVE), BV, C)
+            b_u = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_u, input_precision=SOLVE)
+            b_rest = load_rest(p_rest, i_chunk, o_r, True, C)
+            b_u = tl.dot(b_error.to(b_k.dtype), b_rest, acc=b_u)
         b_weight = tl.where(b_beta == LEAST_BETA, 0.0, 1.0)
         if DECAY == "head":
             b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
@@ -183,6 +232,8 @@ def forward(
         elif DECAY == "key":
             b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
+        if ALIKE:
+            b_state = tl.dot(rest_of(b_put), b_write, acc=b_state)
         if MIDDLE:
             b_fade = tl.load(p_fade + 2 * K, mask=o_k < K, other=0.0)
             b_fade = b_fade * tl.load(p_fade + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
@@ -204,6 +255,8 @@ def forward(
                         tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)))
                     else:
                         tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
+                    if ALIKE:
+                        tl.store(p_u_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
                     tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
         i_here = i_block.to(tl.int64) * H + i_h
@@ -230,7 +283,13 @@ def backward(
     p_weight,
     p_factor,
     p_strong,
+    p_weak,
+    p_squares,
+    p_rest,
     p_dlast,
+    p_dr_in,
+    p_dstates_in,
+    p_dstart_in,
     p_cu,
     p_owner,
     T,
@@ -245,12 +304,14 @@ def backward(
     START: tl.constexpr,
     LAST: tl.constexpr,
     TIME: tl.constexpr,
+    ALIKE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """`dr = (I + M)⁻ᵀ (scale Pᵀ do + e^{A_C - A} k dS)`, `dS ← e^{A_C} dS + (e^A q)ᵀ scale do - (e^A k)ᵀ β dr`.
 
     From the last chunk to the first. Stores `dr`, the cotangent of the state at each chunk's end, and if LAST that of
     the first state. Time is cut as in `forward`; an "effects" walk stores what a segment makes of nothing, as `dstart`.
+    ALIKE is as in `forward`.
     """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -291,6 +352,12 @@ def backward(
         if (i_j == 0) | (i_n >= N):
             return
         m_start = m_start & (i_from + n_steps >= n_chunks)
+    if ALIKE:
+        if DECAY == "head":
+            if any_weak(p_weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+                return
+        if any_alike(p_weak, p_squares, (i_chunk0 + i_from) * H + i_h, n_steps, DECAY, H, C) == 0:
+            return
     if START:
         p_tile = p_dlast + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
         if TIME == "segments":
@@ -318,6 +385,9 @@ def backward(
         p_row = p_weight + i_chunk * (WEIGHTS * C)
         b_seen = b_dstate.to(b_k.dtype)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
+        if ALIKE:
+            # what keys that are alike have in common is small beside the rest of what adds up over many tokens
+            b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
         b_query = b_do.to(tl.float32) * SCALE
         b_beta = tl.load(p_row + o_r)[None, :]
         if DECAY == "head":
@@ -332,10 +402,21 @@ def backward(
         elif DECAY == "key":
             b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
-        b_dr = tl.dot(b_do, b_read, input_precision=PRECISION) * SCALE
+        b_dr = tl.dot(b_do, b_read, input_precision=PRECISION)
+        if ALIKE:
+            b_dr = tl.dot(b_do, load_rest(p_rest, i_chunk, o_r, False, C), acc=b_dr)
+        b_dr = b_dr * SCALE
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-        b_dstate = tl.dot((b_dr * -b_beta).to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
+        if ALIKE:
+            b_ordered = in_order_of_operands(b_du - nearest(b_du, SOLVE), BV, C)
+            b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
+            b_rest = load_rest(p_rest, i_chunk, o_r, True, C)
+            b_dr = tl.dot(b_du.to(b_k.dtype), tl.trans(b_rest), acc=b_dr)
+        b_taken = b_dr * -b_beta
+        b_dstate = tl.dot(b_taken.to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
+        if ALIKE:
+            b_dstate = tl.dot(rest_of(b_taken), b_k, acc=b_dstate)
         if MIDDLE:
             b_fade = tl.load(p_fade, mask=o_k < K, other=0.0)
             p_before = p_fade - 3 * H * K + 2 * K
