@@ -54,6 +54,7 @@ def speed() -> list[Row]:
             {"lax.scan": with_gradient(token_scan, x), "recurrent": with_gradient(recurrent, x)},
             bars={"recurrent": 1 / gradient_bar},
             rounds=2,  # the scan keeps a state a token: 4 GiB, and many seconds
+            settled=True,
         )
     constant = {name: array for name, array in x.items() if name != "g"} | {"g_gamma": -0.1 * jnp.arange(8.0)}
     rows += compare(

@@ -428,6 +428,7 @@ TABLES = {
     "bench_h200": lambda: _bench("bench_h200"),
     "bench_h200_fla": lambda: _bench("bench_h200_fla"),
     "bench_cpu": lambda: _bench("bench_cpu"),
+    "bench_cpu_delta_rule": lambda: _bench("bench_cpu_delta_rule"),
 }
 
 
