@@ -24,9 +24,8 @@ EVERY = [
 FEW = [
     (80, "bfloat16", "128x128", "head"),
     (89, "float32", "512x512", "key+value"),
-    (100, "bfloat16", "64x64", "key"),
+    (100, "bfloat16", "16x16", "key"),
     (120, "bfloat16", "512x512", "key"),
-    (90, "bfloat16", "8x8", "key"),
     (90, "bfloat16", "128x32", "key"),
     (90, "bfloat16", "24x24", "head+value"),
     (90, "float16", "1x1", "key"),

@@ -1,9 +1,6 @@
 # mypy: ignore-errors
 # (device code is typed by Triton)
-"""Device code of the exact path, for gates of a key dim too strong for one reference a chunk.
-
-What tokens of a chunk do to each other is computed over dyadic blocks: no exponent of a decay is ever positive there.
-"""
+"""Device code of the exact path, for gates of a key dim too strong for one reference a chunk: their sums."""
 
 import triton
 import triton.language as tl

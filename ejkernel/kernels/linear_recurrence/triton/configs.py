@@ -30,7 +30,7 @@ class Config:
         precision: Of the dots on float32 operands.
         output: The walk that gives the output, and the value's gradient.
         gradient: The walks that give the query's and the key's gradient.
-        exact: The exact path of strong key gates; its gradients take half the key dims at once.
+        exact: The exact path of strong key gates; its gradients take twice the warps.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
         dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting (with
