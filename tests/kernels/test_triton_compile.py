@@ -28,7 +28,7 @@ FEW = [
     (120, "bfloat16", "512x512", "key"),
     (90, "bfloat16", "128x32", "key"),
     (90, "bfloat16", "24x24", "head+value"),
-    (90, "float16", "1x1", "key"),
+    (90, "float16", "8x1", "key"),
 ]
 
 
@@ -41,8 +41,7 @@ FEW_DELTA_RULE = [(90, "bfloat16", "128x128", "head"), (89, "float32", "256x256"
 
 EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))
 FEW_ATTENTION = [
-    (80, "bfloat16", 128, "decoding"),
-    (86, "float16", 64, "decoding"),
+    (86, "float16", 128, "decoding"),
     (89, "bfloat16", 256, "window"),
     (90, "bfloat16", 256, "packed"),
     (100, "bfloat16", 256, "pairs"),
