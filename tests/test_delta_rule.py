@@ -157,11 +157,12 @@ class TestWhatHoldsOfAnyCall:
         random = np.random.default_rng(3)
         direction = {n: random.normal(size=x.shape) for n, x in arrays.items()}
 
+        @jax.jit
         def slope(x):
             grads = jax.grad(lambda x: sum((y**2).sum() for y in kda(**x)))(x)
             return sum((grads[n] * direction[n]).sum() for n in grads)
 
-        second = jax.grad(slope)(arrays)
+        second = jax.jit(jax.grad(slope))(arrays)
         step = 1e-5
         for name in arrays:
             move = random.normal(size=arrays[name].shape)
@@ -172,11 +173,11 @@ class TestWhatHoldsOfAnyCall:
         arrays = self.CASE.arrays(np.float32)
         expected = kda(**arrays)
         stacked = {n: jnp.stack([x, x[::-1]]) for n, x in arrays.items()}
-        mapped = jax.vmap(lambda x: kda(**x))(stacked)
+        mapped = jax.jit(jax.vmap(lambda x: kda(**x)))(stacked)
         assert_close(mapped[0][1], expected[0][::-1], 1e-6)
         loss = jax.checkpoint(lambda x: (kda(**x)[0] ** 2).sum())
-        plain = jax.grad(lambda x: (kda(**x)[0] ** 2).sum())(arrays)
-        for name, grad in jax.grad(loss)(arrays).items():
+        plain = jax.jit(jax.grad(lambda x: (kda(**x)[0] ** 2).sum()))(arrays)
+        for name, grad in jax.jit(jax.grad(loss))(arrays).items():
             assert_close(grad, plain[name], 1e-6, name)
         exported = jax.export.export(jax.jit(lambda x: kda(**x)), platforms=["cpu", "cuda", "tpu"])(arrays)
         assert_close(exported.call(arrays)[0], expected[0], 1e-6)
