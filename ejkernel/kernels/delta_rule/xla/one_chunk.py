@@ -145,8 +145,13 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     d_beta = (dr * wanted).sum(-1, keepdims=True) + (d_below * overlaps).sum(-1, keepdims=True)
     dq_pairs, dk_read = between.gradients(q, d_scores)
     dk_row, dk_column = between.gradients(k, beta * d_below)
-    dq_state = einsum("...tv,...kv->...tk", do, state) * since
-    dk_start = -einsum("...tv,...kv->...tk", beta * dr, state) * since
+    if chunk.log_decay is None:
+        # one product of twice the rows: a CPU packs the state once, which pays where nothing else reads the two apart
+        both = einsum("...tv,...kv->...tk", jnp.concatenate([do, dr], -2), state)
+        dq_state, dk_start = both[..., : q.shape[-2], :], -beta * both[..., q.shape[-2] :, :]
+    else:
+        dq_state = einsum("...tv,...kv->...tk", do, state) * since
+        dk_start = -einsum("...tv,...kv->...tk", beta * dr, state) * since
     dk_end = einsum("...tv,...kv->...tk", u, d_state) * until
     da = None
     if chunk.log_decay is not None:
