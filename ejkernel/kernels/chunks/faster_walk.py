@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 def by_the_faster_walk(
     kind: Callable[[Any], str],
-    token: Callable[..., tuple[token_walk.Step, Any, token_walk.Gates]],
+    token: Callable[..., tuple[token_walk.Write, Any, token_walk.Gates]],
     mathematics: Callable[[Any], walk.Mathematics],
     chunk_of: Callable[..., Any],
     gradients: Callable[..., Any],
@@ -48,7 +48,7 @@ def by_the_faster_walk(
 
     Args:
         kind: which of the kinds that were measured a call is.
-        token: `token(call, inputs, cu_seqlens)`: what is done at a token, and all tokens' arrays and gates.
+        token: `token(call, inputs, cu_seqlens)`: what a token writes, and all tokens' arrays and gates.
         mathematics: `mathematics(call)`: what is done with a chunk.
         chunk_of: `chunk_of(call, inputs, step)`: the arrays of a step's chunks.
         gradients: the cotangents of the inputs, by chunks from the states that these meet.
@@ -56,9 +56,9 @@ def by_the_faster_walk(
 
     def by_tokens(call: Any, inputs: Any, cu_seqlens: jax.Array | None, walk_of: Callable[..., Any]) -> Any:
         """What this walk of `token_walk` makes of a call."""
-        step, arrays, gates = token(call, inputs, cu_seqlens)
+        write, arrays, gates = token(call, inputs, cu_seqlens)
         starts, first = entered(call, inputs, cu_seqlens)
-        return walk_of(call, step, starts is not None, (arrays, gates, first, cu_seqlens))
+        return walk_of(call, write, starts is not None, (arrays, gates, first, cu_seqlens))
 
     def by_chunks(call: Any, inputs: Any, cu_seqlens: jax.Array | None, keep_states: bool) -> tuple[Results, Any]:
         """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`."""
@@ -96,7 +96,7 @@ def by_the_faster_walk(
             return gradients(call, inputs, cu_seqlens, met, cotangents), None
 
         def tokens() -> Any:
-            shadow = functools.partial(token_walk.shadow, met=met)
+            shadow = functools.partial(token_walk.shadow, left=met)
             return jax.vjp(lambda inputs: by_tokens(call, inputs, cu_seqlens, shadow), inputs)[1](cotangents)[0]
 
         def chunks() -> Any:

@@ -10,7 +10,7 @@ from ejkernel.kernels.chunks import layout, walk
 from ejkernel.kernels.chunks.faster_walk import by_the_faster_walk
 from ejkernel.kernels.chunks.first_gates import Gates, through_first_gates
 from ejkernel.kernels.chunks.layout import Chunks
-from ejkernel.kernels.chunks.token_walk import Step
+from ejkernel.kernels.chunks.token_walk import Write
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.xla import decode, one_chunk
 
@@ -43,15 +43,15 @@ def chunk_of(call: Call, inputs: Inputs, step: Chunks) -> one_chunk.Chunk:
     return chunk._replace(log_decay=walk.without_first(call, step, chunk.log_decay))
 
 
-def _token(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Step, Any, Gates]:
-    """What is done at a token, and all tokens' arrays and gates."""
+def _token(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Write, Any, Gates]:
+    """What a token writes, and all tokens' arrays and gates."""
     einsum = walk.einsum_of(call)
 
-    def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
-        query, key, value, beta = token
-        return decode.corrected(call, query, key, value, beta, kept, einsum)
+    def write(token: Any, kept: jax.Array) -> jax.Array:
+        key, value, beta = token
+        return decode.corrected(call, key, value, beta, kept, einsum)
 
-    return step, inputs[:4], (walk.of_dims(call, inputs.log_decay), None)
+    return write, inputs[:4], (walk.of_dims(call, inputs.log_decay), None)
 
 
 def gradients(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks.first_gates import initial_states
-from ejkernel.kernels.chunks.walk import einsum_of
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.xla import decode
 from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, Results, recurrence
@@ -23,7 +22,7 @@ def run(call: Call, *arrays: jax.Array | None) -> Results:
     if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
         return _nothing(call, operands)
     if call.tokens == 1 and not call.packed:
-        return decode.step(call, *operands, einsum=einsum_of(call))
+        return decode.step(call, *operands)
     return recurrence(call, operands, cu_seqlens)
 
 

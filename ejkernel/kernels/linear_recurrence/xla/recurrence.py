@@ -11,7 +11,7 @@ from ejkernel.kernels.chunks import layout, walk
 from ejkernel.kernels.chunks.faster_walk import by_the_faster_walk
 from ejkernel.kernels.chunks.first_gates import Gates, through_first_gates
 from ejkernel.kernels.chunks.layout import Chunks
-from ejkernel.kernels.chunks.token_walk import Step
+from ejkernel.kernels.chunks.token_walk import Write
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.xla import decode, one_chunk, value_chunk
 from ejkernel.xla_utils.utils import prepare_sequence_ids
@@ -58,17 +58,17 @@ def _of_tokens(call: Call, gamma: jax.Array, cu_seqlens: jax.Array | None) -> ja
     return gamma.at[prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)].get(mode="clip")[None]
 
 
-def _token(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Step, Any, Gates]:
-    """What is done at a token, and all tokens' arrays and gates."""
-    (a, b), einsum = inputs.gates, walk.einsum_of(call)
+def _token(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[Write, Any, Gates]:
+    """What a token writes, and all tokens' arrays and gates."""
+    a, b = inputs.gates
     if call.decay == "constant" and a is not None:
         a = _of_tokens(call, a, cu_seqlens)
 
-    def step(token: tuple[jax.Array, ...], kept: jax.Array) -> Results:
-        query, key, value = token
-        return decode.written(call, query, key, value, kept, einsum)
+    def write(token: Any, kept: jax.Array) -> jax.Array:
+        key, value = token
+        return decode.written(call, key, value, kept)
 
-    return step, inputs[:3], (walk.of_dims(call, a), b)
+    return write, inputs[:3], (walk.of_dims(call, a), b)
 
 
 def _kind(call: Call) -> str:
