@@ -69,11 +69,11 @@ def test_few_queries_match_oracle(case, x64):
     )
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (4, 4), (32, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_query_against_a_long_cache(dtype, kv_heads):
+def test_one_query_against_a_long_cache(dtype, heads, kv_heads):
     """However much of it is filled or in the window, and whatever lies in the rest."""
-    case = Case("", batch=1, queries=1, keys=4100, heads=4, kv_heads=kv_heads, key_dim=3, value_dim=2)
+    case = Case("", batch=1, queries=1, keys=4100, heads=heads, kv_heads=kv_heads, key_dim=3, value_dim=2)
     arrays = case.arrays(jnp.dtype(dtype))
     run = jax.jit(lambda offset, **arrays: flash_attention(**arrays, query_offset=offset, **options))
     options = {"causal": True, "sliding_window": (2000, 0)}

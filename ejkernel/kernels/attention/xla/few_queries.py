@@ -3,7 +3,8 @@
 XLA's matrix products want the keys of each head side by side, and copy all of them first: that takes several times as
 long as to read them. Two ways need no copy. One query for each key is multiplied number by number: added piece by piece
 these products stay vectors on every core. More queries are multiplied with the keys of all heads, in one matrix product
-over the cache as it lies, of which each head takes its own part.
+over the cache as it lies, of which each head takes its own part. Where that part is too small, two thousand keys at a
+time are copied after all, head by head, into memory that stays in the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from ejkernel.kernels.attention.inputs import alike
 
 # queries of all heads; with more of them, products with other heads' keys cost more than copies
 _MOST = 32
+# with more of them than this, and so many key heads, such products cost more than copies of blocks of keys
+_FEW, _MANY_HEADS, _BLOCK = 16, 4, 2048
 
 
 def pays(call: Call) -> bool:
@@ -97,9 +100,49 @@ def weighted(call: Call, weights: Array, value: Array) -> Array:
     return _sum(products, value.shape[1], axis=1, pieces=8 if value.dtype == jnp.uint16 else 16)
 
 
+def _by_head(call: Call, x: Array) -> bool:
+    # JAX 0.10 makes all of a bfloat16 array float32 before the loop
+    return call.heads * call.queries > _FEW and x.shape[2] >= _MANY_HEADS and x.dtype.itemsize > 2
+
+
+def _over_blocks(length: int, visit: Callable[[Any, int, Array], Array], found: Array) -> Array:
+    """`found` after `visit(start, size, found)` of all blocks."""
+    rest = length % _BLOCK
+    if length >= _BLOCK:
+        found = lax.fori_loop(0, length // _BLOCK, lambda i, found: visit(i * _BLOCK, _BLOCK, found), found)
+    return visit(length - rest, rest, found) if rest else found
+
+
+def _scores_by_head(call: Call, query: Array, key: Array) -> Array:
+    """Of queries `[B, Hkv, rows, D]`, `[B, Hkv, rows, L]`."""
+
+    def visit(start: Any, size: int, found: Array) -> Array:
+        keys = lax.dynamic_slice_in_dim(key, start, size, 1)
+        own = [_matmul(call, "bqd,bkd->bqk", query[:, n], keys[:, :, n]) for n in range(key.shape[2])]
+        return lax.dynamic_update_slice_in_dim(found, jnp.stack(own, 1), start, 3)
+
+    found = jnp.zeros_like(key, call.wide, shape=(*query.shape[:-1], key.shape[1]))
+    return _over_blocks(key.shape[1], visit, found)
+
+
+def _weighted_by_head(call: Call, weights: Array, value: Array) -> Array:
+    """By weights `[B, Hkv, rows, L]`, `[B, Hkv, rows, Dv]`."""
+
+    def visit(start: Any, size: int, found: Array) -> Array:
+        values = lax.dynamic_slice_in_dim(value, start, size, 1)
+        shares = lax.dynamic_slice_in_dim(weights, start, size, 3)
+        own = [_matmul(call, "bql,blx->bqx", shares[:, n], values[:, :, n]) for n in range(value.shape[2])]
+        return found + jnp.stack(own, 1)
+
+    found = jnp.zeros_like(value, call.wide, shape=(*weights.shape[:-1], value.shape[-1]))
+    return _over_blocks(value.shape[1], visit, found)
+
+
 def _scores_of_all_heads(call: Call, query: Array, key: Array) -> Array:
     B, L, N, D = key.shape
     rows = call.groups * call.queries
+    if _by_head(call, key):
+        return _scores_by_head(call, query.reshape(B, N, rows, D), key).reshape(*query.shape[:-1], L)
     found = _matmul(call, "bqd,bkd->bqk", query.reshape(B, N * rows, D), _halves(key).reshape(B, L * N, D))
     return _of_own_head(found.reshape(B, N, rows, L, N), -1).reshape(*query.shape[:-1], L)
 
@@ -109,6 +152,8 @@ def _weighted_of_all_heads(call: Call, weights: Array, value: Array) -> Array:
     rows = call.groups * call.queries
 
     def product(value: Array) -> Array:
+        if _by_head(call, value):
+            return _weighted_by_head(call, weights.reshape(B, N, rows, L), value).reshape(*weights.shape[:-1], D)
         # half-precision values keep their half-precision matmul, summed in float32
         shares = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
         found = _matmul(call, "bql,blx->bqx", shares.reshape(B, N * rows, L), value.reshape(B, L, N * D))
