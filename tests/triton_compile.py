@@ -1,14 +1,15 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value]]...
+python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared]]...
 
-One line of JSON a call: the kernels by name, and KiB.
+One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU.
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
 
 import json
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -21,6 +22,7 @@ from triton_interpreter import DTYPES
 
 from ejkernel.kernels import _launch
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
+from ejkernel.kernels.linear_recurrence.triton import configs
 
 
 def launches(capability, program):
@@ -58,12 +60,17 @@ def shared_memory(capability, kernel, types, warps, stages, constants):
 def main(capability, dtype, dims, decay):
     key_dim, value_dim = map(int, dims.split("x"))
     shape = {"B": 1, "T": 256, "H": 1, "Hkv": 1, "K": key_dim, "V": value_dim}
-    decay, _, by_value = decay.partition("+")
-    case = triton_cases.Case("compiled", decay=decay, dtype=dtype, value_gate="mild" if by_value else None, **shape)
+    decay, _, kind = decay.partition("+")
+    if kind == "shared":
+        shape |= {"H": 32, "shared": (1, 1, 32)}
+    value_gate = "mild" if kind == "value" else None
+    case = triton_cases.Case("compiled", decay=decay, dtype=dtype, value_gate=value_gate, **shape)
+    configure, filled = configs.configure, {"fill": 1} if kind == "shared" else {}
 
     def program():
         arrays, cotangents = triton_cases.make(case)
-        jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
+        with mock.patch.object(configs, "configure", lambda *given: replace(configure(*given), **filled)):
+            jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
 
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
     return [(name, shared_memory(int(capability), *each)) for name, *each in found]

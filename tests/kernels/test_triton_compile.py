@@ -19,15 +19,17 @@ KINDS = ("causal", "window", "packed", "masked", "biased", "pairs", "decoding") 
 EVERY = [
     *itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "512x512"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),
+    *itertools.product((90, 100), ("bfloat16",), ("128x64",), ("head+shared",)),
 ]
 # the tightest of each kind of memory, and what warps and warpgroups multiply side by side; the rest takes minutes
 FEW = [
     (80, "bfloat16", "128x128", "head"),
     (89, "float32", "512x512", "key+value"),
-    (100, "bfloat16", "16x16", "key"),
+    (100, "bfloat16", "64x64", "head"),
     (120, "bfloat16", "512x512", "key"),
     (90, "bfloat16", "128x32", "key"),
     (90, "bfloat16", "24x24", "head+value"),
+    (90, "bfloat16", "128x64", "head+shared"),
     (90, "float16", "8x1", "key"),
 ]
 

@@ -63,10 +63,14 @@ class Launcher:
         return not self.call.packed and self.call.tokens % self.config.chunk == 0
 
     @property
+    def hopper(self) -> bool:
+        return (_launch.capability() or 90) == 90
+
+    @property
     def by_token(self) -> bool:
         """Whether row dots in bfloat16 come from the kernel whose rows are tokens: where it was timed on a GPU."""
         call = self.call
-        timed = self.whole and call.key_dim == 128 and call.value_dim in (64, 128)
+        timed = self.hopper and self.whole and call.key_dim == 128 and call.value_dim in (64, 128)
         return timed and call.dtype == jnp.bfloat16 and self.config.dots is not None
 
     def blocks(self, length: int) -> int:

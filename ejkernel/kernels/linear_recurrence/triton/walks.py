@@ -60,6 +60,7 @@ class Walk:
     border: int
     both: bool = False  # key and value dims decay
     strong: int = 0
+    flat: bool = False  # numbers are added up at once, not by rows first, which Triton 3.6 has no code for on Blackwell
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def walk(
     # a constant gate may have been folded as one of each token
     decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
     kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None)
+    kind = replace(kind, flat=not launcher.hopper)
     results: list[Any] = [None] * 4
     given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start, meets)
     by_token = rowdot is not None and decay == "head" and launcher.by_token

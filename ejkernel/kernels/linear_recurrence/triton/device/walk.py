@@ -95,6 +95,7 @@ def walk(
     STRONG: tl.constexpr = WALK.strong
     ROWDOT: tl.constexpr = WALK.rowdot
     BORDER: tl.constexpr = WALK.border
+    FLAT: tl.constexpr = WALK.flat
     OUTPUT: tl.constexpr = WALK.role != "segment"
     SCORES: tl.constexpr = (WALK.role == "output") or (WALK.role == "dvalue")
     # key dims are the rows of the walked state, or its columns
@@ -405,11 +406,12 @@ def walk(
                     # the dims of x decay on their way there as well
                     p_reach = (p_factor if KEY_COLUMNS else p_other) + i_chunk * (4 * DX) + 2 * DX + o_x
                     b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
-                b_met = tl.sum(b_met * (b_state * (b_due[:, None] if RANGED else b_due)), 1)
+                b_met = b_met * (b_state * (b_due[:, None] if RANGED else b_due))
                 if KEYED:
-                    tl.store(p_border + (i_border * NX + i_x) * DZ + o_z, b_met, mask=o_z < DZ)
+                    tl.store(p_border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
                 else:
-                    tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, tl.sum(b_met, 0))
+                    b_met = tl.sum(b_met) if FLAT else tl.sum(tl.sum(b_met, 1), 0)
+                    tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, b_met)
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * (b_due[:, None] if RANGED else b_due)
 
