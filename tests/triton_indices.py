@@ -143,6 +143,9 @@ def overflows(text, sizes, programs, loaded, blocks=0):
         elif op in SAME:
             known[name] = Range(0, 1) if re.search(r"\bi1>? to|xi1> to", types) else known[names[0]]
             read |= {name} if names[0] in read else set()
+        elif op == "tt.bitcast":
+            # of a float: as an offset, that would be seen
+            known[name] = Range(-(2**31), 2**31 - 1)
         elif op == "arith.select":
             a, b = known[names[-2]], known[names[-1]]
             known[name] = Range(min(a.low, b.low), max(a.high, b.high))
