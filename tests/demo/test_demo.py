@@ -201,16 +201,16 @@ def test_without_matplotlib_it_says_so_before_it_trains(tmp_path, capsys, monkey
 def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
     for name, value in {"NAMES": text.NAMES[:6], "PLACES": text.PLACES[:6], "PEOPLE": 4, "SENTENCES": (8, 24)}.items():
         monkeypatch.setattr(text, name, value)
-    settings = training.Settings(steps=220, tokens=512, width=48, heads=2, depth=1)
+    settings = training.Settings(steps=260, tokens=512, width=48, heads=2, depth=1)
     with monkeypatch.context() as optimised:  # unlike most tests, this one runs for longer than it compiles
         optimised.setattr(
             jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
         )
         trained = training.train(settings, tmp_path / "checkpoint.npz")
     score = demo.show(settings, trained, tmp_path, contexts=(128, 512))
-    # 0.09 and 2.3; without a memory, of a layer that forgets at every token, 0.11 and 0.4
+    # 0.08 and 2.5; without a memory, of a layer that forgets at every token, 0.11 and 0.4 after 220 steps
     assert score.floor < score.loss < score.unigram / 10
-    assert score.recall > 1.5 * score.chance
+    assert score.recall > 2 * score.chance
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 4 and not re.search(r"(?<!xmlns=\")(?<!xmlns:xlink=\")http", page)
     assert "prefers-color-scheme: dark" in page

@@ -145,6 +145,12 @@ def test_across_heads(monkeypatch, case):
     assert taken
 
 
+def test_other_gpus_add_up_at_once(monkeypatch):
+    """What states at a group's border have in common, where Triton has no code for sums of sums."""
+    monkeypatch.setattr(Launcher, "hopper", False)
+    check(replace(BASE, decay="head", T=35))
+
+
 def test_one_gate_is_right_in_each_head():
     """Its gradient adds up errors of every token: within 1.5e-2 of what it sums, large cotangents at the end or not."""
     case = replace(BASE, decay="constant", gate="unscaled", dtype="bfloat16", T=96, H=8, Hkv=8, state=False)

@@ -166,8 +166,8 @@ def walk(
     numbers = Numbers(precision, carried, float(call.scale), float(start_scale), float(last_scale))
     # a constant gate may have been folded as one of each token
     decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
-    kind = Walk(role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None)
-    kind = replace(kind, flat=not launcher.hopper)
+    asked = role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None
+    kind = Walk(*asked, flat=not launcher.hopper)
     results: list[Any] = [None] * 4
     given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start, meets)
     by_token = rowdot is not None and decay == "head" and launcher.by_token
