@@ -14,9 +14,6 @@ import ejkernel
 from benchmarks import gpu_rows
 from ejkernel.bench.timing import Row
 
-# Seconds of calls in a row: waiting for the last takes a millisecond, which no call is to be charged with.
-BATCH = 0.1
-
 
 @dataclass(frozen=True)
 class Work(gpu_rows.Work):
@@ -105,7 +102,7 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
 
     def timed() -> tuple[float, float]:
         if not work.state:
-            return gpu_rows.clock(function, sets, seconds=BATCH)
+            return gpu_rows.clock(function, sets)
         # donated, so that the state is updated in place
         step = jax.jit(lambda state, rest: ejkernel.gated_delta_rule(**rest, initial_state=state)[1], donate_argnums=0)
         rest = {name: x for name, x in sets[0][0].items() if name != "initial_state"}
@@ -115,7 +112,7 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
             states[0] = step(states[0], rest)
             return states[0]
 
-        return gpu_rows.clock(again, [()], seconds=BATCH)
+        return gpu_rows.clock(again, [()])
 
     def compared(results: Any) -> list[float]:
         return errors(work, sets[0][0], results)
