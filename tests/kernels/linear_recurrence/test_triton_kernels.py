@@ -316,7 +316,9 @@ WIDE = [
 def test_dims_in_parts(monkeypatch, case):
     """More dims than a program carries, the last part of them not full."""
     tile = replace(SMALL.output, columns=16)
-    parts = replace(SMALL, output=tile, gradient=tile, dots=tile, segments=tile, unfold=16)
+    # the walk that meets states is cut otherwise than the one that stores them
+    meeting = replace(tile, block=32)
+    parts = replace(SMALL, output=tile, gradient=tile, dots=tile, segments=tile, unfold=16, meeting=meeting)
     monkeypatch.setattr(configs, "configure", lambda *_: parts)
     check(case)
 
@@ -409,18 +411,21 @@ def test_supports_says_why():
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("wide", [False, True])
 def test_configurations_are_whole(monkeypatch, capability, dim, wide):
     monkeypatch.undo()
     config = configs.configure(capability, wide, dim)
+    meeting = config.meeting or config.gradient
     for number in (
         config.chunk,
         config.group,
-        *(each.block for each in (config.output, config.gradient, config.exact)),
+        *(each.block for each in (config.output, config.gradient, meeting, config.exact)),
     ):
         assert number & (number - 1) == 0
     assert config.chunk >= 16
+    # gradients of query and key come in the same parts
+    assert meeting.columns == config.gradient.columns
 
 
 def test_compile_key_does_not_depend_on_length(monkeypatch):

@@ -39,6 +39,8 @@ class Config:
         unfold: Key dims that a program unfolds where there would be few programs.
         halved: Stages of `output` where the value dims fill half of its rows, so that two programs fit on a
             multiprocessor (with one gate a head; in the backward where the states of all chunks are stored).
+        meeting: Instead of `gradient`, with as many columns, for the query's with key gates, which waits for the
+            states that it meets at borders: two programs on a multiprocessor fill each other's waits.
     """
 
     chunk: int
@@ -54,6 +56,7 @@ class Config:
     segments: Tile | None = None
     unfold: int = 128
     halved: int | None = None
+    meeting: Tile | None = None
 
 
 _STEP = Tile(64, 4, 1)
@@ -62,7 +65,7 @@ _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
         64: Config(64, 4, 80.0, "ieee", Tile(128, 4, 3), Tile(128, 4, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 3)),
         128: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2), Tile(64, 4, 3), 64, 2),
+            *(_STEP, 132, Tile(64, 4, 2), Tile(64, 4, 3), 64, 2, Tile(64, 4, 2)),
         ),
         256: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1)),

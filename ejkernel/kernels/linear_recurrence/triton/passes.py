@@ -129,7 +129,7 @@ def backward(
         )
         of_query = walk(
             *(launcher, "dquery", doutput, value, khat, gates, first),
-            tile=tile,
+            tile=config.meeting or tile if is_key else tile,
             dtype=F32 if is_key else by_query,
             gate_gradient=query if wanted else None,
             meets=of_key.borders if wanted else None,

@@ -42,7 +42,7 @@ class Plan:
         )
         # the columns of the state that a walk carries are what its tile has to fit
         config = replace(config, output=by_key.output, segments=by_key.segments, halved=by_key.halved)
-        config = replace(config, gradient=by_value.gradient, dots=by_value.dots)
+        config = replace(config, gradient=by_value.gradient, dots=by_value.dots, meeting=by_value.meeting)
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * cdiv(call.value_dim, min(config.output.block, padded(call.value_dim)))
         programs *= cdiv(call.key_dim, config.output.columns)
