@@ -111,7 +111,7 @@ def _gradients(
     of_key = walk(launcher, "dkey", v, do, q, keys, ends, tile=plan.config.gradient, **back)
     forth_to_value = forth | {"tile": plan.config.output, "meets": of_value.borders}
     of_output = walk(launcher, "output", q, k, v, keys, first, **forth_to_value)
-    forth_to_key = forth | {"tile": plan.config.meeting or plan.config.gradient, "meets": of_key.borders}
+    forth_to_key = forth | {"tile": plan.config.gradient, "meets": of_key.borders}
     of_query = walk(launcher, "dquery", do, v, k, keys, first, **forth_to_key)
     hats = q, k, of_query.output, of_key.output, of_query.borders
     hat = shape(*q.shape, dtype=call.dtype)

@@ -73,7 +73,7 @@ _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
         ),
         512: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2, 128), None, 32),
+            *(_STEP, 132, Tile(64, 4, 2, 128), None, 32, None, Tile(64, 4, 2, 128)),
         ),
     },
     MEDIUM: {
