@@ -68,8 +68,8 @@ _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
             *(_STEP, 132, Tile(64, 4, 2), Tile(64, 4, 3), 64, 2, Tile(64, 4, 2)),
         ),
         256: Config(
-            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1)),
-            *(_STEP, 132, None, Tile(128, 8, 3), 32),
+            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
+            *(_STEP, 132, Tile(64, 4, 2, 128), Tile(128, 8, 3), 32),
         ),
         512: Config(
             *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
