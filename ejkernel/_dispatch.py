@@ -67,7 +67,7 @@ def choose(
         named = [each for each in implementations if each.name == platform]
         if not named:
             known = ", ".join(repr(each.name) for each in implementations)
-            raise PlatformError(f"platform: got {platform!r}; this op has {known}")
+            raise PlatformError(f"platform: got {platform!r}; expected one of {known}")
         if reason := named[0].refuses(call, spread):
             raise PlatformError(f"platform: {platform!r} cannot serve this call: {reason}")
         implementations = named

@@ -25,7 +25,7 @@ def recurrent(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -156,7 +156,7 @@ def recurrent_gla(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -195,7 +195,7 @@ def simple_gla(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -233,7 +233,7 @@ def retention(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -278,7 +278,7 @@ def lightning_attn(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -326,7 +326,7 @@ def linear_attention(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:

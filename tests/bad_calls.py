@@ -63,9 +63,9 @@ SCALE = [
     ({"softmax_scale": np.array(1)}, TypeError, "softmax_scale: got dtype int"),
 ]
 PLATFORM = [
-    ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; this op has .*'xla'"),
-    ({"platform": "vulkan"}, NotImplementedError, "platform: got 'vulkan'; this op has .*'xla'"),
-    ({"platform": 3}, ValueError, "platform: got 3; this op has"),
+    ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; expected one of .*'xla'"),
+    ({"platform": "vulkan"}, NotImplementedError, "platform: got 'vulkan'; expected one of .*'xla'"),
+    ({"platform": 3}, ValueError, "platform: got 3; expected one of"),
 ]
 # rows for every front of the recurrence
 LINEAR = [
@@ -350,7 +350,7 @@ OPS = {
     "attention": Op(
         ejkernel.attention,
         {"query": X, "key": KV, "value": KV},
-        [*ATTENTION, *PLATFORM, ({"platform": "triton"}, ValueError, "platform: got 'triton'; this op has 'xla'")],
+        [*ATTENTION, *PLATFORM, ({"platform": "triton"}, ValueError, "platform: got 'triton'; expected one of 'xla'")],
     ),
     "flash_attention": Op(ejkernel.flash_attention, {"query": Q1, "key": KV1, "value": KV1}, FLASH),
     "pinned recurrent": Op(
@@ -484,7 +484,7 @@ OPS = {
             *LINEAR,
             *ALONG,
             *SCALE,
-            ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; this op has"),
+            ({"platform": "vulkan"}, ValueError, "platform: got 'vulkan'; expected one of"),
             ({"initial_state": ones(8, 8)}, ValueError, r"initial_state: got shape \(8, 8\)"),
             ({"g": ones(6)}, ValueError, r"g: got shape \(6,\); expected"),
             (packed([0, 5, 3]), ValueError, "cu_seqlens: got a decrease at index 2"),

@@ -1,5 +1,6 @@
 """The `ejkernel` command: what it prints, and its exit codes."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -100,13 +101,15 @@ def test_no_device_is_told(command, tmp_path):
     assert run.stderr.startswith("JAX has no device to run on: ") and "Traceback" not in run.stderr
 
 
-def test_demo_without_flax_says_what_to_install(capsys, monkeypatch):
+def test_demo_and_layers_without_flax_say_what_to_install(capsys, monkeypatch):
     for name in list(sys.modules):
         if name.startswith(("ejkernel.demo", "ejkernel.layers", "flax", "optax")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
     assert cli.main(["demo"]) == 1
     assert "the extra layers: pip install '.[layers,cli]' in a checkout" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError, match=r"the extra layers: pip install '\.\[layers\]' in a checkout"):
+        importlib.import_module("ejkernel.layers")
 
 
 def test_the_command_imports_flax_for_the_demo_only():

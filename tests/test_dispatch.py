@@ -115,7 +115,7 @@ def test_a_platform_that_cannot_serve_is_an_error():
     with pytest.raises(PlatformError, match=r"^platform: 'fast' cannot serve this call: fast does not like it$"):
         front(X, refused_by=["fast"], platform="fast")
     known = "'fast', 'middle', 'plain', 'slow'"
-    with pytest.raises(PlatformError, match=f"^platform: got 'quick'; this op has {known}$"):
+    with pytest.raises(PlatformError, match=f"^platform: got 'quick'; expected one of {known}$"):
         front(X, platform="quick")
     assert issubclass(PlatformError, ValueError) and issubclass(PlatformError, NotImplementedError)
 

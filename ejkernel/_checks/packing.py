@@ -1,14 +1,18 @@
 """Borders of packed sequences, and what is counted by them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ejkernel._checks.arrays import array
 from ejkernel._checks.wording import fail, is_concrete
+
+# What callers may give for `cu_seqlens`.
+Borders = ArrayLike | Sequence[int]
 
 
 def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seqlens") -> jax.Array:

@@ -6,6 +6,12 @@ the weights of the implementation in use elsewhere. Kernels carry their partitio
 `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
 """
 
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    message = f"the layers need Flax, the extra layers: pip install '.[layers]' in a checkout ({error})"
+    raise ModuleNotFoundError(message, name=error.name) from error
+
 from ejkernel.layers._state import RecurrentState
 from ejkernel.layers.gated_delta_net import GatedDeltaNet
 from ejkernel.layers.gated_linear_attention import GatedLinearAttention

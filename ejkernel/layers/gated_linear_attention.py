@@ -167,7 +167,7 @@ class GatedLinearAttention(GatedOutput):
         convolution.kernel.set_value(jnp.concatenate(parts, 1))
 
     def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: jax.Array | None = None
+        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
     ) -> tuple[jax.Array, RecurrentState]:
         """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
 

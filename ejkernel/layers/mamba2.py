@@ -95,7 +95,7 @@ class Mamba2(nnx.Module):
         self.out = out_of_heads(features, width, made, bias=bias)
 
     def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: jax.Array | None = None
+        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
     ) -> tuple[jax.Array, RecurrentState]:
         """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
 

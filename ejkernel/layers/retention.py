@@ -68,7 +68,7 @@ class Retention(GatedOutput):
         self.rotate = rotary(self.key_dim, _checks.positive("rope_theta", rope_theta))
 
     def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: jax.Array | None = None
+        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
     ) -> tuple[jax.Array, RecurrentState]:
         """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
 

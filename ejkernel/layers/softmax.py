@@ -132,7 +132,7 @@ class MultiHeadAttention(nnx.Module):
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
     def __call__(
-        self, x: jax.Array, cache: KeyValueCache | None = None, cu_seqlens: jax.Array | None = None
+        self, x: jax.Array, cache: KeyValueCache | None = None, cu_seqlens: _checks.Borders | None = None
     ) -> tuple[jax.Array, KeyValueCache | None]:
         """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
 

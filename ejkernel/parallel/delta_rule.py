@@ -31,7 +31,7 @@ def delta_rule(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
@@ -89,7 +89,7 @@ def _spread(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     normalize: bool = False,
     platform: str | None = None,
 ) -> Result:

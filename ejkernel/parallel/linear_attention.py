@@ -37,7 +37,7 @@ def recurrent(
     softmax_scale: float | jax.Array | None = None,
     initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     *,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,

@@ -42,8 +42,8 @@ def flash_attention(
     softmax_dtype: DTypeLike | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
-    cu_seqlens: Array | None = None,
-    cu_seqlens_kv: Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens_kv: _checks.Borders | None = None,
 ) -> Array:
     """`ejkernel.flash_attention` with queries, keys and values sharded over a mesh axis by their tokens.
 

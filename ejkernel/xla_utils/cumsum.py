@@ -24,7 +24,7 @@ def chunk_local_cumsum(
     chunk_size: int,
     reverse: bool = False,
     softmax_scale: ArrayLike | None = None,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     **kwargs: Any,
@@ -73,7 +73,7 @@ def chunk_local_cumsum(
 def chunk_global_cumsum(
     s: ArrayLike,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     softmax_scale: ArrayLike | None = None,
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
@@ -153,7 +153,7 @@ def chunk_local_cumsum_vector(
 def chunk_global_cumsum_scalar(
     s: ArrayLike,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     softmax_scale: ArrayLike | None = None,
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
@@ -170,7 +170,7 @@ def chunk_global_cumsum_scalar(
 def chunk_global_cumsum_vector(
     s: ArrayLike,
     reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: _checks.Borders | None = None,
     softmax_scale: ArrayLike | None = None,
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,

@@ -40,7 +40,7 @@ def cdiv(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def prepare_lens(cu_seqlens: ArrayLike) -> jax.Array:
+def prepare_lens(cu_seqlens: _checks.Borders) -> jax.Array:
     """`[N]` lengths of the sequences.
 
     Examples:
@@ -87,7 +87,7 @@ def prepare_cu_seqlens_from_segment_ids(ids: ArrayLike, sequences: int) -> jax.A
     return _run_borders(ids, sequences)
 
 
-def prepare_sequence_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = None) -> jax.Array:
+def prepare_sequence_ids(cu_seqlens: _checks.Borders, *, total_tokens: int | None = None) -> jax.Array:
     """`[T]` which sequence each token belongs to.
 
     `total_tokens` is the number of rows, `cu_seqlens[-1]` by default; a traced `cu_seqlens` needs it. Rows past the
@@ -103,7 +103,7 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = No
     return _owners(cu, _checks.static_total("total_tokens", total_tokens, cu_seqlens, np.sum))
 
 
-def prepare_position_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = None) -> jax.Array:
+def prepare_position_ids(cu_seqlens: _checks.Borders, *, total_tokens: int | None = None) -> jax.Array:
     """`[T]` index of each token within its sequence.
 
     `total_tokens` is as for `prepare_sequence_ids`; rows past the last sequence count up from 0, like one more
@@ -116,7 +116,7 @@ def prepare_position_ids(cu_seqlens: ArrayLike, *, total_tokens: int | None = No
     return prepare_token_indices(cu_seqlens, total_tokens=total_tokens)[:, 1]
 
 
-def prepare_token_indices(cu_seqlens: ArrayLike, *, total_tokens: int | None = None) -> jax.Array:
+def prepare_token_indices(cu_seqlens: _checks.Borders, *, total_tokens: int | None = None) -> jax.Array:
     """`[T, 2]` rows (sequence, position in it): `prepare_sequence_ids` beside `prepare_position_ids`.
 
     Examples:
@@ -129,7 +129,7 @@ def prepare_token_indices(cu_seqlens: ArrayLike, *, total_tokens: int | None = N
     return _rows(cu, _checks.static_total("total_tokens", total_tokens, cu_seqlens, np.sum))
 
 
-def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> jax.Array:
+def prepare_chunk_offsets(cu_seqlens: _checks.Borders, chunk_size: int) -> jax.Array:
     """`[N+1]` cumulative number of chunks: sequence `n` has chunks `offsets[n]` to `offsets[n+1]`.
 
     Examples:
@@ -140,7 +140,9 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> jax.Array:
     return _chunk_offsets(cu, _checks.positive_int("chunk_size", chunk_size))
 
 
-def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int, *, total_chunks: int | None = None) -> jax.Array:
+def prepare_chunk_indices(
+    cu_seqlens: _checks.Borders, chunk_size: int, *, total_chunks: int | None = None
+) -> jax.Array:
     """`[chunks, 2]` rows (sequence, chunk in it); each sequence is cut from its own start, an empty one has no chunk.
 
     `total_chunks` is the number of rows, the number of chunks by default; a traced `cu_seqlens` needs it, and
