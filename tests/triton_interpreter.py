@@ -87,7 +87,7 @@ def _decorate():
 
 @contextlib.contextmanager
 def _faster():
-    """Spares the interpreter two thirds of its time: things done again and again, or for nothing."""
+    """Spares the interpreter most of its time: things done again and again, or for nothing."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -103,11 +103,18 @@ def _faster():
         (block, "__init__"): block.__init__,
         (tensor, "__init__"): tensor.__init__,
         (TritonSemantic, "binary_op_type_checking_impl"): TritonSemantic.binary_op_type_checking_impl,
+        (TritonSemantic, "broadcast_impl_value"): TritonSemantic.broadcast_impl_value,
+        (tl.core, "_unwrap_if_constexpr"): tl.core._unwrap_if_constexpr,
+        (interpreter.TensorHandle, "__post_init__"): interpreter.TensorHandle.__post_init__,
+        (interpreter.ReduceOps, "generic_reduce"): interpreter.ReduceOps.generic_reduce,
     }
     dtype_of, make_shape, make_block = (
         before[key] for key in ((interpreter, "_get_np_dtype"), (shape, "__init__"), (block, "__init__"))
     )
     meet = before[TritonSemantic, "binary_op_type_checking_impl"]
+    spread = before[TritonSemantic, "broadcast_impl_value"]
+    unwrap = before[tl.core, "_unwrap_if_constexpr"]
+    reduce = before[interpreter.ReduceOps, "generic_reduce"]
 
     # it goes through the named arguments of every call, of which one at most is not passed on
     def patch(owner, name, member, builder, scope):
@@ -162,15 +169,60 @@ def _faster():
 
     block.__init__, tensor.__init__ = block_once, tensor_quickly
 
-    # both operands mostly have one type already
-    def meet_quickly(self, left, right, allow_left=False, allow_right=False, arithmetic=True, division=False):
-        if not division and isinstance(left, tensor) and isinstance(right, tensor):
-            same = left.type is right.type or (left.dtype is right.dtype and left.shape is right.shape)
-            if same and not left.dtype.is_ptr():
-                return left, right
-        return meet(self, left, right, allow_left, allow_right, arithmetic, division)
+    # for every two operands it finds out anew which types they take, and makes both, numbers too, as large as the
+    # result, which NumPy does by itself
+    met = {}
+
+    def meet_once(self, operands, rules):
+        """What either becomes, if none is cast: itself (None), itself in another type, or for a number a tensor."""
+        found = meet(self, *operands, *rules)
+        if any(isinstance(each, tensor) and each.dtype != to.dtype for each, to in zip(operands, found, strict=True)):
+            return None
+        becomes = []
+        for each, to in zip(operands, found, strict=True):
+            if isinstance(each, tensor):
+                becomes.append(None if each.type == to.type else to.type)
+            else:
+                one = interpreter.TensorHandle(to.handle.data.reshape(-1)[:1], to.handle.dtype)
+                becomes.append(tensor(one, to.type))
+        return becomes
+
+    def meet_quickly(self, left, right, *rules):
+        operands = left, right
+        key = rules, *[each.type.name if isinstance(each, tensor) else (type(each), repr(each)) for each in operands]
+        if key not in met:
+            met[key] = meet_once(self, operands, rules)
+        if met[key] is None:
+            return meet(self, left, right, *rules)
+        results = []
+        for each, to in zip(operands, met[key], strict=True):
+            if to is None or isinstance(to, tensor):
+                results.append(each if to is None else to)
+            else:
+                results.append(tensor(each.handle, to))
+        return results
 
     TritonSemantic.binary_op_type_checking_impl = meet_quickly
+
+    # operands mostly have one shape, and few are constants
+    def spread_quickly(self, left, right):
+        same = left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values
+        return (left, right) if same else spread(self, left, right)
+
+    plain = {tensor, int, float, bool}
+    TritonSemantic.broadcast_impl_value = spread_quickly
+    tl.core._unwrap_if_constexpr = lambda each: each if type(each) in plain else unwrap(each)
+    # every result's bits are counted
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+
+    # element by element, it knows no exclusive or
+    def reduce_quickly(self, operands):
+        if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
+            return reduce(self, operands)
+        found = np.bitwise_xor.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, operands[0].dtype)
+
+    interpreter.ReduceOps.generic_reduce = reduce_quickly
     try:
         yield
     finally:
