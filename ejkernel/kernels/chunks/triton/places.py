@@ -56,6 +56,29 @@ def token_of(i_first, n_rows, i_row, FLIP: tl.constexpr):
 
 
 @triton.jit
+def token_offsets(o_r, FLIP: tl.constexpr):
+    """Where rows lie in memory, from the first of them on."""
+    if FLIP:
+        return -o_r
+    else:
+        return o_r
+
+
+@triton.jit
+def locate_chunk(
+    i_block, i_h, p_cu, p_owner, N, T, H: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FLIP: tl.constexpr
+):
+    """The i-th chunk of all sequences: its number among those of all heads; its first row in its sequence, where that
+    lies, and how many rows the sequence has, and readable ones; and the chunk's rows, and `token_offsets` of these."""
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_chunk = i_block.to(tl.int64) * H + i_h
+    i_row = i_c * C
+    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    o_r = tl.arange(0, C)
+    return i_chunk, i_row, i_token, n_rows, n_read, o_r, token_offsets(o_r, FLIP)
+
+
+@triton.jit
 def load_rows(
     p,
     i_token,

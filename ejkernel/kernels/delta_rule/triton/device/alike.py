@@ -10,7 +10,7 @@ is done by kernels of its own, which most often find nothing to do.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import load_rows, token_of
+from ejkernel.kernels.chunks.triton.places import load_rows, token_of, token_offsets
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
 from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
@@ -108,9 +108,7 @@ def measure(
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_weak = tl.arange(0, 64)
     b_weak = tl.zeros([64], tl.int32)
     for i_step in range(0, n_steps):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of, token_offsets
 
 # no state that a token could be short of is so large that this part of it is not lost in rounding
 LEAST_BETA = tl.constexpr(2.0**-60)
@@ -63,9 +63,7 @@ def weigh(
     i_row = i_c * C
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_read = (o_h[:, None] < H) & (i_row + o_r < n_read)[None, :]
     p_tile = (i_token + o_t)[None, :] * H + o_h[:, None]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, scores
@@ -189,9 +189,7 @@ def solve_folded(
     i_row = i_c * C
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, locate_chunk
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 
@@ -74,18 +74,12 @@ def of_chunk(
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     SCALE: tl.constexpr = CALL.scale
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_block.to(tl.int64) * H + i_h
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
-    o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(
+        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
+    )
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
@@ -64,18 +64,12 @@ def of_chunk(
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_block.to(tl.int64) * H + i_h
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
-    o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(
+        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
+    )
     m_read = i_row + o_r < n_read
     # the first gate is in the state that the sequence begins with
     m_gate = m_read & (i_row + o_r > 0)

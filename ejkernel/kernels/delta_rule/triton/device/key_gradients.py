@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
@@ -88,20 +88,14 @@ def of_chunk(
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     SCALE: tl.constexpr = CALL.scale
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     PAD: tl.constexpr = K % BK != 0
     MIDDLE: tl.constexpr = CALL.middle
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_block.to(tl.int64) * H + i_h
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
-    o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(
+        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
+    )
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows

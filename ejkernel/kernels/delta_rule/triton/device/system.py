@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
@@ -60,9 +60,7 @@ def solve_heads(
     SOLVE: tl.constexpr = CALL.solve
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     for i_each in range(0, EACH):

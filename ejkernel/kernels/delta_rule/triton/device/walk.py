@@ -17,6 +17,7 @@ from ejkernel.kernels.chunks.triton.places import (
     load_rows,
     locate,
     token_of,
+    token_offsets,
 )
 from ejkernel.kernels.delta_rule.triton.device.alike import (
     any_alike,
@@ -131,9 +132,7 @@ def forward(
     i_from = i_j * (L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
     o_v = i_part * BV + tl.arange(0, BV)
     o_state = o_v[:, None] + o_k[None, :] * V
@@ -339,9 +338,7 @@ def backward(
     i_from = i_j * (L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
     o_r = tl.arange(0, C)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     o_state = o_v[:, None] + o_k[None, :] * V

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 
 
 @triton.jit
@@ -53,9 +53,7 @@ def add_across_heads(
     o_r = tl.arange(0, C)
     o_x = tl.arange(0, BX)
     o_z = tl.arange(0, BZ)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_pair = tl.arange(0, 2)
     i_row = i_c * C
     m_read = i_row + o_r < n_read

@@ -5,7 +5,16 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import (
+    CHUNKS,
+    GROUPS,
+    SEGMENTS,
+    blocks_before,
+    load_rows,
+    locate,
+    token_of,
+    token_offsets,
+)
 from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
 
 
@@ -77,9 +86,7 @@ def walk_with_row_dots(
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_pair = tl.arange(0, 2)
     o_state = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)

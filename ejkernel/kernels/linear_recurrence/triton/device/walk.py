@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import MOST, faded, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, SEGMENTS, blocks_before, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.places import (
+    CHUNKS,
+    GROUPS,
+    SEGMENTS,
+    blocks_before,
+    load_rows,
+    locate,
+    token_of,
+    token_offsets,
+)
 from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights, nearest
 from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
 
@@ -130,9 +139,7 @@ def walk(
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
-    o_t = o_r
-    if FLIP:
-        o_t = -o_r
+    o_t = token_offsets(o_r, FLIP)
     o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
     o_border = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
