@@ -206,90 +206,17 @@ def bias_gradient(
         if not (ROWS & BIAS):
             i_b = i_rest // (H // BIAS_HEADS)
         i_b = i_b + i_program * 0
-        if ONE_PLACE or not BOUNDED:
-            b_sum += scores_gradient(
-                p_q,
-                p_k,
-                p_v,
-                p_mask,
-                p_bias,
-                p_words,
-                p_start,
-                p_stop,
-                p_top,
-                p_total,
-                p_mean,
-                p_dout,
-                S,
-                L,
-                i_b,
-                i_h,
-                i_q,
-                i_k,
-                H,
-                HKV,
-                D,
-                DV,
-                BD,
-                BDV,
-                BM,
-                BN,
-                BOUNDS_BY_ROW,
-                MASK,
-                MASK_HEADS,
-                BIAS,
-                BIAS_HEADS,
-                SCALE,
-                CAP,
-                LINEAR,
-                FAST,
-                LEAST,
-                SHARE,
-                PRECISION,
-            )
-        else:
+        is_seen = True
+        if BOUNDED and not ONE_PLACE:
             low, high = span(p_start, p_stop, i_b, i_q, S, L, BM, BOUNDS_BY_ROW)
-            if (low < i_k * BN + BN) & (high > i_k * BN):
-                b_sum += scores_gradient(
-                    p_q,
-                    p_k,
-                    p_v,
-                    p_mask,
-                    p_bias,
-                    p_words,
-                    p_start,
-                    p_stop,
-                    p_top,
-                    p_total,
-                    p_mean,
-                    p_dout,
-                    S,
-                    L,
-                    i_b,
-                    i_h,
-                    i_q,
-                    i_k,
-                    H,
-                    HKV,
-                    D,
-                    DV,
-                    BD,
-                    BDV,
-                    BM,
-                    BN,
-                    BOUNDS_BY_ROW,
-                    MASK,
-                    MASK_HEADS,
-                    BIAS,
-                    BIAS_HEADS,
-                    SCALE,
-                    CAP,
-                    LINEAR,
-                    FAST,
-                    LEAST,
-                    SHARE,
-                    PRECISION,
-                )
+            is_seen = (low < i_k * BN + BN) & (high > i_k * BN)
+        if is_seen:
+            b_sum += scores_gradient(
+                p_q, p_k, p_v, p_mask, p_bias, p_words, p_start, p_stop, p_top, p_total, p_mean, p_dout,
+                S, L, i_b, i_h, i_q, i_k,
+                H, HKV, D, DV, BD, BDV, BM, BN, BOUNDS_BY_ROW, MASK, MASK_HEADS, BIAS, BIAS_HEADS,
+                SCALE, CAP, LINEAR, FAST, LEAST, SHARE, PRECISION,
+            )  # fmt: skip
     o_i = i_q0 * BM + o_m
     o_j = i_k0 * BN + o_n
     m_i = o_i < S

@@ -21,6 +21,12 @@ def in_bits(b_gate):
 
 
 @triton.jit
+def scaled(b, b_factor):
+    """Multiplied in float32, and rounded as `b` is."""
+    return (b.to(tl.float32) * b_factor).to(b.dtype)
+
+
+@triton.jit
 def faded(b, b_bits):
     """`b 2**bits`, also where the power alone would overflow: nothing stays nothing however much it would grow."""
     m_beyond = b_bits > MOST

@@ -132,3 +132,12 @@ def load_columns(
     if WIDE:
         b = b.to(tl.float32)
     return b
+
+
+@triton.jit
+def store_tile(p_tile, b, m_tile, WHOLE: tl.constexpr):
+    """Stores all of a tile, or what a mask leaves of it."""
+    if WHOLE:
+        tl.store(p_tile, b)
+    else:
+        tl.store(p_tile, b, mask=m_tile)

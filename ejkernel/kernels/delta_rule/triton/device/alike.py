@@ -123,7 +123,7 @@ def measure(
             m_read = i_c * C + o_r < n_read
             b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
             b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION) * tl.load(p_row)[:, None]
-            b_below = b_below * pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
+            b_below = b_below * pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
             store_squares(b_below, p_squares, i_chunk, o_r, C)
     # what other threads have written
     tl.debug_barrier()
@@ -165,7 +165,7 @@ def store_rests(
         b_below = scores(b_k, b_k, m_late, PRECISION)
         b_score = scores(b_q, b_k, m_late | m_own, PRECISION)
         if CALL.decay == "head":
-            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
+            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
             b_below = b_below * b_pair
             b_score = b_score * b_pair
     b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)

@@ -20,7 +20,7 @@ WEIGHTS = tl.constexpr(5)
 
 
 @triton.jit
-def pair_decays(b_whole, b_part, o_r):
+def pair_decays(b_whole, b_part):
     """From each column's row to each row that is not before it, something finite elsewhere: `[C, C]`."""
     b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
     return tl.exp2(tl.minimum(b_gap, MOST))

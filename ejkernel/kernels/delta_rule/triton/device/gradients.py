@@ -89,24 +89,9 @@ def of_chunk(
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K != BK, False)
         b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K != BK, False)
     b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p_dout,
-        p_u,
-        p_u_rest,
-        p_dr,
-        p_beta,
-        p_dv,
-        p_dbeta,
-        i_token,
-        i_h,
-        i_v,
-        o_r,
-        o_t,
-        m_read,
-        m_write,
-        CALL,
-        BV,
+        p_dout, p_u, p_u_rest, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV,
         ALIKE,
-    )
+    )  # fmt: skip
     b_queries = tl.full([C], SCALE, tl.float32)
     b_starts = -b_beta
     if DECAY == "head":
@@ -121,7 +106,7 @@ def of_chunk(
         b_u = b_added.to(b_u.dtype)
         if ALIKE:
             b_u_rest = (rest_of(b_added) + b_u_rest.to(tl.float32) * b_until[:, None]).to(b_u.dtype)
-        b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
+        b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
         b_dscore = b_dscore * b_pair
         b_dbelow = b_dbelow * b_pair
         b_arriving = tl.zeros([C], tl.float32)

@@ -10,7 +10,7 @@ in the middle; a chunk with gates too strong for it is split dyadically, where n
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits
+from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, scaled
 from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
@@ -38,12 +38,6 @@ def bits_from_middle(b_gate, o_r, LEVELS: tl.constexpr, FINE: tl.constexpr):
     """Sums of gates from the chunk's middle to each row, negative before it."""
     b_bits, m_late = bits_to_border(b_gate, o_r, LEVELS - 1, FINE)
     return tl.where(m_late[:, None], b_bits, -b_bits)
-
-
-@triton.jit
-def scaled(b, b_factor):
-    """Rounded as `b` is."""
-    return (b.to(tl.float32) * b_factor).to(b.dtype)
 
 
 @triton.jit

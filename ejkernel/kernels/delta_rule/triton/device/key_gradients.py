@@ -5,13 +5,12 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits, scaled
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
-from ejkernel.kernels.delta_rule.triton.device.key_gates import scaled
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def solve_heads(
             b_beta = writing(b_beta)
         b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
         if DECAY == "head":
-            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C), o_r)
+            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
             b_below = b_below * b_pair
         b_below = b_below * b_beta[:, None]
         if CALL.alike and DECAY != "head":
@@ -121,26 +121,22 @@ def solve(
     """
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
-    WHOLE: tl.constexpr = CALL.whole
     i_program = tl.program_id(0)
     i_first_head = i_program % (H // EACH) * EACH
     i_block = i_program // (H // EACH)
     _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
     i_row = i_c * C
+    is_whole = CALL.whole
     if PACKED:
         # of packed sequences most chunks have all rows; there are fewer than could be
-        if i_row + C <= n_read:
-            solve_heads(
-                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-                i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
-            )  # fmt: skip
-        elif i_row < n_rows:
-            solve_heads(
-                p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-                i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
-            )  # fmt: skip
-    else:
+        is_whole = i_row + C <= n_read
+    if is_whole:
         solve_heads(
             p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, WHOLE,
+            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
+        )  # fmt: skip
+    elif not PACKED or i_row < n_rows:
+        solve_heads(
+            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
+            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from ejkernel.kernels.chunks.triton.places import (
     load_columns,
     load_rows,
     locate,
+    store_tile,
     token_of,
     token_offsets,
 )
@@ -245,15 +246,9 @@ def forward(
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
                 m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
                 b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
-                if WHOLE and not PAD_V:
-                    tl.store(p_out + i_rows + o_rows, b_rows)
-                else:
-                    tl.store(p_out + i_rows + o_rows, b_rows, mask=m_rows)
+                store_tile(p_out + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
                 if KEEP:
-                    if WHOLE and not PAD_V:
-                        tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)))
-                    else:
-                        tl.store(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), mask=m_rows)
+                    store_tile(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), m_rows, WHOLE and not PAD_V)
                     if ALIKE:
                         tl.store(p_u_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
                     tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
@@ -427,10 +422,7 @@ def backward(
                 i_rows = (i_token * H + i_h) * V
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
                 m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
-                if WHOLE and not PAD_V:
-                    tl.store(p_dr + i_rows + o_rows, b_rows)
-                else:
-                    tl.store(p_dr + i_rows + o_rows, b_rows, mask=m_rows)
+                store_tile(p_dr + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
                 tl.store(p_dstates + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
         p_tile = p_dstart + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])

@@ -12,6 +12,7 @@ from ejkernel.kernels.chunks.triton.places import (
     blocks_before,
     load_rows,
     locate,
+    store_tile,
     token_of,
     token_offsets,
 )
@@ -164,10 +165,7 @@ def walk_with_row_dots(
             m_write = i_row + o_r < n_rows
             p_rows = p_out + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = b_out.to(p_out.dtype.element_ty)
-            if WHOLE and not PAD_Z:
-                tl.store(p_rows, b_rows)
-            else:
-                tl.store(p_rows, b_rows, mask=m_write[:, None] & (o_z[None, :] < DZ))
+            store_tile(p_rows, b_rows, m_write[:, None] & (o_z[None, :] < DZ), WHOLE and not PAD_Z)
             b_rowdot = tl.sum(b_out * b_w.to(tl.float32), 1)
             p_dots = p_rowdot + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
             tl.store(p_dots, b_rowdot, mask=m_write)

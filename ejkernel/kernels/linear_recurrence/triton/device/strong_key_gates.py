@@ -9,6 +9,7 @@ decay is the product of its tokens' own, which are the only powers computed.
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.gates import scaled
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import (
     climb,
@@ -122,11 +123,6 @@ def load_parts(p_tile, m_tile, K: tl.constexpr, PARTS: tl.constexpr):
     for i_part in tl.static_range(1, PARTS):
         b += tl.load(p_tile + i_part * K, mask=m_tile, other=0.0).to(tl.float32)
     return b
-
-
-@triton.jit
-def faded(b, b_fade):
-    return (b.to(tl.float32) * b_fade).to(b.dtype)
 
 
 @triton.jit
@@ -268,16 +264,16 @@ def exact_gradients(
                 own_dq, own_dk, b_until = within_blocks(split_rows(b_q, LR), b_k, decays, p_block, o_r, C)
                 b_own = tl.load(p_block + (o_r * (C + 1))[None, :, None])
                 b_fade = b_since * b_before
-                b_summand = faded(b_q, b_fade).to(tl.float32) * b_dqhat + b_q.to(tl.float32) * own_dq
+                b_summand = scaled(b_q, b_fade).to(tl.float32) * b_dqhat + b_q.to(tl.float32) * own_dq
                 b_dq = b_dqhat * b_fade + (own_dq + b_own * b_k.to(tl.float32))
                 b_fade = b_until * b_after
-                b_summand -= faded(b_k, b_fade).to(tl.float32) * b_dkhat + b_k.to(tl.float32) * own_dk
+                b_summand -= scaled(b_k, b_fade).to(tl.float32) * b_dkhat + b_k.to(tl.float32) * own_dk
                 b_dk = b_dkhat * b_fade + (own_dk + b_own * b_q.to(tl.float32))
                 for i_level in tl.static_range(LR, LEVELS):
                     m_late = is_late(o_r, o_b, i_level, LR)
                     b_late = tl.where(m_late, 1.0, 0.0)
                     b_fade = tl.where(m_late, b_since, b_until) * b_beyond[i_level - LR]
-                    b_fold = faded(tl.where(m_late, b_q, b_k), b_fade)
+                    b_fold = scaled(tl.where(m_late, b_q, b_k), b_fade)
                     b_tokens = tl.reshape(b_fold, [C, BK])
                     b_turned = tl.zeros([BK, C], tl.float32)
                     for _ in tl.range(0, is_flagged):

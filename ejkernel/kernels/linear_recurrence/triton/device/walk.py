@@ -13,6 +13,7 @@ from ejkernel.kernels.chunks.triton.places import (
     blocks_before,
     load_rows,
     locate,
+    store_tile,
     token_of,
     token_offsets,
 )
@@ -356,13 +357,10 @@ def walk(
             m_write = i_row + o_r < n_rows
             p_rows = p_out + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
-            if WHOLE and not PAD_Z:
-                tl.store(p_rows, b_rows)
-            else:
-                m_out = m_write[:, None]
-                if PAD_Z:
-                    m_out = m_out & (o_z[None, :] < DZ)
-                tl.store(p_rows, b_rows, mask=m_out)
+            m_out = m_write[:, None]
+            if PAD_Z:
+                m_out = m_out & (o_z[None, :] < DZ)
+            store_tile(p_rows, b_rows, m_out, WHOLE and not PAD_Z)
             if ROWDOT:
                 # in the layout of the store, which is that of the other factor; rounding's rest is taken along
                 b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
