@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
 from ejkernel.kernels.chunks.triton.places import token_of
+from ejkernel.kernels.chunks.triton.tokens import fade_state, load_token, locate_sequence
 
 
 @triton.jit
@@ -42,14 +43,7 @@ def step(
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_n = i_program // (NV * H)
-    if PACKED:
-        i_first = tl.load(p_cu + i_n).to(tl.int64)
-        n_rows = tl.load(p_cu + i_n + 1) - tl.load(p_cu + i_n)
-        is_real = i_n < N
-    else:
-        i_first = i_n.to(tl.int64) * T
-        n_rows = T
-        is_real = i_n >= 0
+    i_first, n_rows, is_real = locate_sequence(i_n, p_cu, T, N, PACKED)
     o_k = tl.arange(0, BK)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     m_k = (o_k < K) & is_real
@@ -64,19 +58,11 @@ def step(
     for i_row in range(0, n_rows):
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_here = i_token * H + i_h
-        i_q = i_token * HQ + i_h // (H // HQ)
-        i_k = i_token * HK + i_h // (H // HK)
-        i_v = i_token * HV + i_h // (H // HV)
-        b_q = tl.load(p_q + i_q * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + i_k * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_v = tl.load(p_v + i_v * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-        if DECAY == "head":
-            b_gate = tl.load(p_gate + i_here, mask=is_real, other=0.0).to(tl.float32)
-            b_state = faded(b_state, b_gate * LOG2E)
-        elif DECAY == "key":
-            b_gate = tl.load(p_gate + i_here * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_state = faded(b_state, (b_gate * LOG2E)[:, None])
-        elif DECAY == "constant":
+        b_q = load_token(p_q, i_token, i_h, o_k, m_k, H, HQ, K)
+        b_k = load_token(p_k, i_token, i_h, o_k, m_k, H, HK, K)
+        b_v = load_token(p_v, i_token, i_h, o_v, m_v, H, HV, V)
+        b_state = fade_state(b_state, p_gate, i_here, o_k, m_k, is_real, K, DECAY)
+        if DECAY == "constant":
             b_state = faded(b_state, b_gate * LOG2E)
         if VALUE_DECAY:
             b_faded = tl.load(p_value_gate + i_here * V + o_v, mask=m_v, other=0.0).to(tl.float32)

@@ -1,0 +1,37 @@
+# mypy: ignore-errors
+# (device code is typed by Triton)
+"""Device code of calls of a few tokens: one sequence, one token and its gate at a time."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
+
+
+@triton.jit
+def locate_sequence(i_n, p_cu, T, N, PACKED: tl.constexpr):
+    """Where a sequence begins, its tokens, and whether it is one: the padding behind the last packed one is none."""
+    if PACKED:
+        i_first = tl.load(p_cu + i_n)
+        return i_first.to(tl.int64), tl.load(p_cu + i_n + 1) - i_first, i_n < N
+    else:
+        return i_n.to(tl.int64) * T, T, i_n >= 0
+
+
+@triton.jit
+def load_token(p, i_token, i_h, o_c, m_c, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """A token's row of the one of HEADS that head `i_h` of H has."""
+    return tl.load(p + (i_token * HEADS + i_h // (H // HEADS)) * D + o_c, mask=m_c, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def fade_state(b_state, p_gate, i_here, o_k, m_k, is_real, K: tl.constexpr, DECAY: tl.constexpr):
+    """What a token's gate, of a head or of each key dim, leaves of a state, [key dims, value dims]."""
+    if DECAY == "head":
+        b_gate = tl.load(p_gate + i_here, mask=is_real, other=0.0).to(tl.float32)
+        return faded(b_state, b_gate * LOG2E)
+    elif DECAY == "key":
+        b_gate = tl.load(p_gate + i_here * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        return faded(b_state, (b_gate * LOG2E)[:, None])
+    else:
+        return b_state
