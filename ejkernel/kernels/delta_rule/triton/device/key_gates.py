@@ -21,23 +21,26 @@ from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit
+def between_border(o_r, i_level, AXIS: tl.constexpr):
+    """At a dyadic level, which rows' gates lie between each row and the border of its pair of blocks, along AXIS."""
+    m_late = tl.expand_dims(((o_r >> i_level) & 1) != 0, AXIS)
+    i_border = tl.expand_dims(((o_r >> i_level) | 1) << i_level, AXIS)
+    o_at = tl.expand_dims(o_r, AXIS)
+    o_of = tl.expand_dims(o_r, 1 - AXIS)
+    return tl.where(m_late, (o_of >= i_border) & (o_of <= o_at), (o_of > o_at) & (o_of < i_border))
+
+
+@triton.jit
 def bits_to_border(b_gate, o_r, i_level, FINE: tl.constexpr):
-    """At a dyadic level, sums of gates between a row and the border of its pair of blocks; and which rows come late."""
-    m_late = ((o_r >> i_level) & 1) != 0
-    i_border = ((o_r >> i_level) | 1) << i_level
-    m_sum = tl.where(
-        m_late[:, None],
-        (o_r[None, :] >= i_border[:, None]) & (o_r[None, :] <= o_r[:, None]),
-        (o_r[None, :] > o_r[:, None]) & (o_r[None, :] < i_border[:, None]),
-    )
-    return sum_gates(m_sum, b_gate, FINE), m_late
+    """Sums of gates between each row and the border of its pair of blocks."""
+    return sum_gates(between_border(o_r, i_level, 1), b_gate, FINE)
 
 
 @triton.jit
 def bits_from_middle(b_gate, o_r, LEVELS: tl.constexpr, FINE: tl.constexpr):
     """Sums of gates from the chunk's middle to each row, negative before it."""
-    b_bits, m_late = bits_to_border(b_gate, o_r, LEVELS - 1, FINE)
-    return tl.where(m_late[:, None], b_bits, -b_bits)
+    b_bits = bits_to_border(b_gate, o_r, LEVELS - 1, FINE)
+    return tl.where((((o_r >> (LEVELS - 1)) & 1) != 0)[:, None], b_bits, -b_bits)
 
 
 @triton.jit
@@ -95,7 +98,7 @@ def of_chunk(
             b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
             for i_level in range(0, LEVELS):
-                b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE)[0], MOST))
+                b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE), MOST))
                 b_key = folded(b_k, b_fade, SOLVE)
                 m_meet = corner(o_r, i_level)
                 b_pair = tl.dot(b_key, tl.trans(b_key), input_precision=SOLVE)

@@ -11,18 +11,7 @@ from ejkernel.kernels.chunks.triton.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
-
-
-@triton.jit
-def between_border(o_r, i_level):
-    """At a dyadic level, which rows' gates lie between each row and the border of its pair of blocks, transposed."""
-    i_border = ((o_r >> i_level) | 1) << i_level
-    m_late = ((o_r >> i_level) & 1) != 0
-    return tl.where(
-        m_late[None, :],
-        (o_r[:, None] >= i_border[None, :]) & (o_r[:, None] <= o_r[None, :]),
-        (o_r[:, None] > o_r[None, :]) & (o_r[:, None] < i_border[None, :]),
-    )
+from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
 
 
 @triton.jit
@@ -121,7 +110,7 @@ def of_chunk(
             is_here = tl.load(p_strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
         else:
             b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
-            b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1), FINE)
+            b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1, 0), FINE)
             b_bits = b_whole + b_rest
             if MIDDLE:
                 is_here = tl.load(p_strong + i_chunk) == 0
@@ -158,7 +147,7 @@ def of_chunk(
                 b_leaving += tl.sum(b_left, 1)
                 b_flow -= b_left
                 for i_level in range(0, LEVELS):
-                    b_whole, b_rest = add_up(b_gate, between_border(o_r, i_level), FINE)
+                    b_whole, b_rest = add_up(b_gate, between_border(o_r, i_level, 0), FINE)
                     b_fade = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
                     m_meet = corner(o_r, i_level)
                     b_dscore_here = tl.where(m_meet, b_dscore, 0.0).to(b_u.dtype)
