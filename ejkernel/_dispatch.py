@@ -126,7 +126,7 @@ def _warn_if_slower(
         if not refused or None in refused.values():
             continue
         if platform not in chosen and "default" in chosen and _default_platform() == platform:
-            reasons = "; ".join(f"{name!r}: {reason}" for name, reason in refused.items())
+            reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
             serves = f"{chosen['default'].name!r} serves this call on the {name}"
             _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
 
@@ -156,8 +156,8 @@ class Explanation:
     slower: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        places = {device: "elsewhere" if len(self.chosen) > 1 else "everywhere" for device in ("default",)}
-        lines = [f"{places.get(device, 'on ' + device)}: {name}" for device, name in self.chosen.items()]
+        rest = "elsewhere" if len(self.chosen) > 1 else "everywhere"
+        lines = [f"{rest if device == 'default' else 'on ' + device}: {name}" for device, name in self.chosen.items()]
         others = {**self.refused, **{name: f"slower at {what}" for name, what in self.slower.items()}}
         return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in others.items())])
 

@@ -41,9 +41,9 @@ class Call:
     # of a chunk's tokens; 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
     largest_chunk: ClassVar[int] = 32
 
-    def result_specs(self, query: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
-        """How the results are sharded where shardings are explicit and the query's is this."""
-        rows, tokens, heads, _ = query
+    def result_specs(self, tokens: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+        """How the results are sharded where shardings are explicit and this is that of an array with all heads."""
+        rows, tokens, heads, _ = tokens
         return PartitionSpec(rows, tokens, heads, None), PartitionSpec(None if self.packed else rows, heads, None, None)
 
     @property

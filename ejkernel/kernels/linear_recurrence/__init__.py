@@ -1,4 +1,4 @@
-"""One gated linear recurrence, behind every op that is not softmax attention."""
+"""One gated linear recurrence, behind every op that is neither softmax attention nor the delta rule."""
 
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels.linear_recurrence import pallas, triton, xla

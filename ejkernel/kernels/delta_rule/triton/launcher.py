@@ -155,9 +155,9 @@ class Launcher:
         number = cdiv(self.call.value_dim, self.by_parts()["BV"])
         return shape(self.call.batch, self.call.tokens, self.call.heads, number, *sizes, dtype=dtype)
 
-    def parts(self, like: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    def parts(self, like: jax.Array) -> jax.ShapeDtypeStruct:
         """Parts of a gradient of `like`, in float32 if they, or heads that share it, are to be added up."""
-        found = self.token_parts(like.shape[3], dtype=dtype or like.dtype)
+        found = self.token_parts(like.shape[3], dtype=like.dtype)
         alone = found.shape[3] == 1 and like.shape[2] == self.call.heads
         return found if alone else self.token_parts(like.shape[3])
 
