@@ -19,11 +19,11 @@ from triton_delta_rule_cases import (
 
 import ejkernel
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.triton.launching import Tile
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton import configs, launcher
 from ejkernel.kernels.delta_rule.triton.configs import Config
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.chunks.triton.launching import Tile
 
 _STEP = Tile(64, 4, 1)
 _THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.triton.launching import F32, Launching, Tile, padded, shape
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.kernels.delta_rule.triton import configs
 from ejkernel.kernels.delta_rule.triton.configs import Config
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, shape
-from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
@@ -86,12 +85,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Launcher:
+class Launcher(Launching):
     """One call, its cut in blocks, and how its kernels are launched."""
 
     call: Call
     plan: Plan
-    packing: Packing
     facts: Facts
 
     @staticmethod
@@ -125,10 +123,9 @@ class Launcher:
     def config(self) -> Config:
         return self.plan.config
 
-    def blocks(self, length: int) -> int:
-        if self.call.packed:
-            return self.call.tokens // length + self.call.sequences + 1
-        return self.call.batch * cdiv(self.call.tokens, length)
+    @property
+    def facts_of_all(self) -> dict[str, Any]:
+        return super().facts_of_all | {"CALL": self.facts}
 
     def heads_a_program(self) -> int:
         """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
@@ -182,38 +179,6 @@ class Launcher:
         """How the gates of key dims are summed up."""
         fine = self.call.dtype == F32
         return {"LEVELS": self.config.chunk.bit_length() - 1, "FINE": fine, "LIMIT": 40.0 if fine else 80.0}
-
-    def launch(
-        self,
-        kernel: Any,
-        *arrays: Any,
-        outputs: Sequence[Any],
-        programs: int,
-        tile: Tile,
-        length: int = 0,
-        segment: bool = False,
-        aliases: dict[int, int] | None = None,
-        **constants: Any,
-    ) -> list[jax.Array]:
-        """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for."""
-        owners = [self.packing.owners[length]] if length else []
-        sizes = [self.call.tokens, self.call.sequences] + ([length] if segment else [])
-        results = _launch.launch(
-            kernel,
-            *(self.packing.table if each is None else each for each in arrays),
-            self.packing.table,
-            *owners,
-            *sizes,
-            outputs=[shape(1) if each is None else each for each in outputs],
-            programs=programs,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            aliases=aliases,
-            CALL=self.facts,
-            PACKED=self.call.packed,
-            **constants,
-        )
-        return list(results)
 
     def walk(
         self,

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.first_gates import entering_states
+from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32
-from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+from ejkernel.xla_utils.utils import cdiv
 
 # As many numbers are kept of every row of a chunk as `device.decays` says.
 WEIGHTS = 5

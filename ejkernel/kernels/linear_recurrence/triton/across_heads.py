@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
+from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded, shape
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
-from ejkernel.kernels.linear_recurrence.triton.plan import padded
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
 from ejkernel.kernels.linear_recurrence.triton.walks import Shape, walk
 
 # Heads that share a query and key, from which on this is faster than a walk for each of them.

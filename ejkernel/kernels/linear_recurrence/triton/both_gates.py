@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from ejkernel.kernels.chunks.triton.launching import F32, shape
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import passes
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates, fold_key_gates, unfold_all, unfold_rows
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, shape
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.value_gates import swapped
 from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk

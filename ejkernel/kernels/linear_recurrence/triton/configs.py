@@ -3,19 +3,7 @@
 from dataclasses import dataclass
 
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How one kernel is cut: rows of the walked state (or key dims) a program, warps, pipeline stages, and columns.
-
-    Of more dims than columns each part has programs of its own, whose outputs are added.
-    """
-
-    block: int
-    warps: int
-    stages: int
-    columns: int = 256
+from ejkernel.kernels.chunks.triton.launching import Tile
 
 
 @dataclass(frozen=True)

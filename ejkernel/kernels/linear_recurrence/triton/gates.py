@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
-from ejkernel.kernels.linear_recurrence.triton.plan import cdiv, padded
+from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded, shape
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
+from ejkernel.xla_utils.utils import cdiv
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,6 @@
 """One call on its way to the device: what every kernel is told of it."""
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.triton.launching import Launching
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
-from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv
-
-F32 = jnp.float32
-
-
-def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
+from ejkernel.kernels.linear_recurrence.triton.configs import Config
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 DEVICE = {
@@ -40,12 +33,11 @@ def device(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Launcher:
+class Launcher(Launching):
     """One call, its cut in blocks, and how its kernels are launched."""
 
     call: Call
     plan: Plan
-    packing: Packing
 
     @staticmethod
     def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
@@ -72,42 +64,3 @@ class Launcher:
         call = self.call
         timed = self.hopper and self.whole and call.key_dim == 128 and call.value_dim in (64, 128)
         return timed and call.dtype == jnp.bfloat16 and self.config.dots is not None
-
-    def blocks(self, length: int) -> int:
-        if self.call.packed:
-            return self.call.tokens // length + self.call.sequences + 1
-        return self.call.batch * cdiv(self.call.tokens, length)
-
-    def launch(
-        self,
-        kernel: Any,
-        *arrays: Any,
-        outputs: Sequence[Any],
-        programs: int,
-        tile: Tile,
-        length: int = 0,
-        aliases: dict[int, int] | None = None,
-        segment: bool = False,
-        **constants: Any,
-    ) -> list[jax.Array]:
-        """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for."""
-        given = [self.packing.table if each is None else each for each in arrays]
-        wanted = [shape(1) if each is None else each for each in outputs]
-        owners = [self.packing.owners[length]] if length else []
-        sizes = [self.call.tokens, self.call.sequences] + ([self.plan.segment] if segment else [])
-        return list(
-            _launch.launch(
-                kernel,
-                *given,
-                self.packing.table,
-                *owners,
-                *sizes,
-                outputs=wanted,
-                programs=programs,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                aliases=aliases,
-                PACKED=self.call.packed,
-                **constants,
-            )
-        )

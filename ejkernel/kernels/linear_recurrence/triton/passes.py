@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.triton.launching import F32, padded, shape
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import across_heads
 from ejkernel.kernels.linear_recurrence.triton.gates import (
@@ -14,9 +15,10 @@ from ejkernel.kernels.linear_recurrence.triton.gates import (
     head_gate_gradient,
     unfold_key_gates,
 )
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
-from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv, padded
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.walks import Segments, scan, segments, starts, walk
+from ejkernel.xla_utils.utils import cdiv
 
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8

@@ -6,18 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.triton.launching import padded
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def padded(dim: int) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
-    return max(16, 1 << (dim - 1).bit_length())
+from ejkernel.xla_utils.utils import cdiv
 
 
 @dataclass(frozen=True)

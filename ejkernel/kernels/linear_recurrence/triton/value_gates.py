@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import passes
 from ejkernel.kernels.linear_recurrence.triton.gates import fold_key_gates, unfold_queries
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk
 

@@ -6,11 +6,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded, shape
 from ejkernel.kernels.linear_recurrence.call import Decay
-from ejkernel.kernels.linear_recurrence.triton.configs import Tile
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates
-from ejkernel.kernels.linear_recurrence.triton.launcher import F32, Launcher, device, shape
-from ejkernel.kernels.linear_recurrence.triton.plan import Plan, cdiv, padded
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
+from ejkernel.xla_utils.utils import cdiv
 
 Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
 Segments = tuple[jax.Array, jax.Array]  # states that time segments add `[segments, H, K, V]`, and their decays
