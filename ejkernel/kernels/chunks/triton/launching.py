@@ -18,6 +18,11 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+def at_most_float32(x: jax.Array | None) -> jax.Array | None:
+    """An array as kernels can take it."""
+    return x.astype(F32) if x is not None and x.dtype == jnp.float64 else x
+
+
 def padded(dim: int) -> int:
     """The least power of two that holds `dim`; dots need 16."""
     return max(16, 1 << (dim - 1).bit_length())

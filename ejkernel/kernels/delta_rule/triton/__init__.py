@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.chunks.triton.launching import at_most_float32
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.differentiation import Kernels, recurrence
 from ejkernel.kernels.delta_rule.triton import passes
@@ -36,12 +37,8 @@ def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     wide = call.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16  # type: ignore[union-attr]
     dtype = np.dtype(np.float32 if wide else jnp.bfloat16)
     tokens = [each.astype(dtype) for each in (query, key, value)]  # type: ignore[union-attr]
-    rest = [_at_most_float32(each) for each in (beta, log_decay, state)]
+    rest = [at_most_float32(each) for each in (beta, log_decay, state)]
     operands = _varying.align((*tokens, *rest, cu_seqlens))
     inner = replace(call, dtype=dtype)
     output, last = recurrence(_KERNELS, inner, Plan.of(inner), *operands)
     return output.astype(call.dtype), last
-
-
-def _at_most_float32(x: jax.Array | None) -> jax.Array | None:
-    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x

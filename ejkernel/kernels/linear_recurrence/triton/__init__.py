@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.chunks.triton.launching import at_most_float32
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
 from ejkernel.kernels.linear_recurrence.triton import both_gates, passes, value_gates
@@ -60,7 +61,7 @@ def run(
 def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
     """A call and its arrays in dtypes that the kernels have."""
     dtype = _common_dtype(call, query, key, value)
-    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(_at_most_float32, others)]
+    arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(at_most_float32, others)]
     return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
 
 
@@ -93,7 +94,3 @@ def _common_dtype(call: Call, query: jax.Array, key: jax.Array, value: jax.Array
         return call.dtype
     dtypes = {each.dtype for each in (query, key, value)}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= _DTYPES else np.dtype(np.float32)
-
-
-def _at_most_float32(x: jax.Array | None) -> jax.Array | None:
-    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x
