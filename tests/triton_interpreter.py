@@ -204,14 +204,17 @@ def _faster():
 
     TritonSemantic.binary_op_type_checking_impl = meet_quickly
 
-    # operands mostly have one shape, and few are constants
+    # two operands mostly have one shape
     def spread_quickly(self, left, right):
         same = left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values
         return (left, right) if same else spread(self, left, right)
 
-    plain = {tensor, int, float, bool}
     TritonSemantic.broadcast_impl_value = spread_quickly
-    tl.core._unwrap_if_constexpr = lambda each: each if type(each) in plain else unwrap(each)
+    # what is asked whether it is a constant is mostly one of these, or one
+    plain = {tensor, int, float, bool, type(None)}
+    tl.core._unwrap_if_constexpr = lambda each: (
+        each if type(each) in plain else each.value if type(each) is constant else unwrap(each)
+    )
     # every result's bits are counted
     interpreter.TensorHandle.__post_init__ = lambda self: None
 
