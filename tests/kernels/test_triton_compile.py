@@ -38,7 +38,11 @@ DELTA_DECAYS = ("none", "head", "key")
 EVERY_DELTA_RULE = list(
     itertools.product(KIBIBYTES, ("bfloat16", "float32"), ("128x128", "256x256", "64x512", "24x8"), DELTA_DECAYS)
 )
-FEW_DELTA_RULE = [(90, "bfloat16", "128x128", "head"), (89, "float32", "256x256", "key")]
+FEW_DELTA_RULE = [
+    (90, "bfloat16", "128x128", "head"),
+    (89, "float32", "256x256", "key"),
+    (100, "bfloat16", "64x64", "key"),
+]
 
 
 EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))

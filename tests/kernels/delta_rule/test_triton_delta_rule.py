@@ -107,8 +107,9 @@ ALIKE = Case("alike", tokens=140, keys="nearly equal", key_dim=32, value_dim=32,
     ids=str,
 )
 def test_keys_alike_and_gates_next_to_nothing(monkeypatch, gate, beta):
-    """Where most of what a chunk adds to its state cancels."""
+    """Where most of what a chunk adds to its state cancels, on Hopper and on another GPU."""
     monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
+    monkeypatch.setattr(_launch, "capability", lambda: 100 if beta == "reflects" else 90)
     case = replace(ALIKE, beta=beta, **gate)
     arrays = inputs(case, "bfloat16")
     found, cotangents = with_gradients(case, arrays)

@@ -21,6 +21,15 @@ def in_bits(b_gate):
 
 
 @triton.jit
+def largest(b, FLAT: tl.constexpr):
+    """Of a tile; FLAT, of all numbers at once and not of rows first, which Triton 3.6 has no code for on Blackwell."""
+    if FLAT:
+        return tl.max(b)
+    else:
+        return tl.max(tl.max(b, 1), 0)
+
+
+@triton.jit
 def scaled(b, b_factor):
     """Multiplied in float32, and rounded as `b` is."""
     return (b.to(tl.float32) * b_factor).to(b.dtype)

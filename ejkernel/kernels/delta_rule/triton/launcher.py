@@ -82,6 +82,7 @@ class Facts:
     precision: str  # of dots on float32 operands
     invert: str  # of those that make an inverse
     solve: str  # of those that apply it
+    flat: bool  # code is of the kind that Triton 3.6 compiles for Blackwell too; Hopper's is as it was timed
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Launcher(Launching):
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16
             solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
+            flat=(_launch.capability() or 90) != 90,
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk, plan.segment

@@ -10,7 +10,7 @@ in the middle; a chunk with gates too strong for it is split dyadically, where n
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, scaled
+from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, largest, scaled
 from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
@@ -82,7 +82,7 @@ def of_chunk(
         b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
         b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
         b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
-        if tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT:
+        if largest(tl.abs(b_bits), CALL.flat) <= LIMIT:
             b_late = tl.exp2(b_bits)
             b_early = tl.exp2(-b_bits)
             b_right = tl.trans(folded(b_k, b_early, SOLVE))

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits, scaled
+from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, locate_chunk
 from ejkernel.kernels.chunks.triton.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
@@ -112,10 +112,13 @@ def of_chunk(
             b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1, 0), FINE)
             b_bits = b_whole + b_rest
-            if MIDDLE:
+            if MIDDLE and ALIKE and CALL.flat:
+                # keys are not alike where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
+                is_here = True
+            elif MIDDLE:
                 is_here = tl.load(p_strong + i_chunk) == 0
             else:
-                is_here = tl.max(tl.max(tl.abs(b_bits), 1), 0) <= LIMIT
+                is_here = largest(tl.abs(b_bits), CALL.flat) <= LIMIT
                 if i_v == 0:
                     tl.store(p_flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
         if is_here:
