@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import load_rows, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
-from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 # The mean square of a system's rows from which on outputs are not within twice their rounding error any more.
 MOST_ALIKE = tl.constexpr(1.5)

@@ -12,12 +12,12 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, largest, scaled
 from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
+from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
 from ejkernel.kernels.delta_rule.triton.device.system import store_system
-from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit

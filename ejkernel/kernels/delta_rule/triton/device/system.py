@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
-from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit

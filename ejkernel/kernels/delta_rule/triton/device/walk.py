@@ -20,6 +20,7 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
     token_offsets,
 )
+from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.alike import (
     any_alike,
     any_weak,
@@ -30,7 +31,6 @@ from ejkernel.kernels.delta_rule.triton.device.alike import (
 )
 from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
-from ejkernel.kernels.linear_recurrence.triton.device.operands import nearest
 
 
 @triton.jit

@@ -19,16 +19,6 @@ def load_weights(p_weight, i_chunk, o_r, C: tl.constexpr):
 
 
 @triton.jit
-def nearest(b, PRECISION: tl.constexpr):
-    """Rounded to what a dot of one TF32 pass takes of a number; the dot itself would cut the rest off."""
-    if PRECISION == "tf32":
-        # half of the last digit that stays is added; a NaN stays one
-        b_power = (b.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-        b = ((b + b_power * 2.0**-11).to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-    return b
-
-
-@triton.jit
 def in_range(b, AXIS: tl.constexpr, LEAST_PEAK: tl.constexpr):
     """Powers of two that bring what lies along AXIS to float16's range, its largest value between 1 and 2, and back."""
     b_peak = tl.maximum(tl.minimum(tl.max(tl.abs(b), AXIS), 2.0**100), LEAST_PEAK)

@@ -17,7 +17,8 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
     token_offsets,
 )
-from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights, nearest
+from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights
 from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
 
 
