@@ -51,12 +51,11 @@ Measure = Callable[[Any, float], dict[str, Any]]
 
 
 def clock(
-    function: Callable[..., Any], sets: Sequence[tuple[Any, ...]], batches: int = 9, seconds: float = 0.1
+    function: Callable[..., Any], sets: Sequence[tuple[Any, ...]], batches: int = 9, seconds: float = 0.02
 ) -> tuple[float, float]:
     """Median milliseconds of a call and the distance of the quartiles, over batches of calls on rotating inputs.
 
-    A batch is so many `seconds` of calls in a row: to start the first and to wait for the last takes half a millisecond
-    to one, which no call is to be charged with.
+    Batches of some `seconds`: a chip that multiplies for longer becomes hot, and slower by a few percent.
     """
     jax.block_until_ready(function(*sets[0]))
     start = time.perf_counter()
@@ -66,14 +65,20 @@ def clock(
 
 
 def in_batches(function: Callable[[int], Any], calls: int, batches: int = 9) -> tuple[float, float]:
-    """The same of so many calls a batch, each of which is told its number."""
-    times = []
-    for _ in range(batches):
+    """The same by so many calls a batch, each of which is told its number.
+
+    A time is what a batch of twice as many takes more: to start the first call and to wait for the last takes half a
+    millisecond to one, which no call is to be charged with.
+    """
+
+    def seconds(calls: int) -> float:
         start = time.perf_counter()
         for i in range(calls):
             result = function(i)
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls * 1e3)
+        return time.perf_counter() - start
+
+    times = [(-seconds(calls) + seconds(2 * calls)) / calls * 1e3 for _ in range(batches)]
     quartiles = statistics.quantiles(times, n=4)
     return statistics.median(times), quartiles[2] - quartiles[0]
 
