@@ -267,7 +267,10 @@ def _bind(
         key_dtype=np.dtype(key.dtype),
         value_dtype=np.dtype(value.dtype),
         scale=max(dims["D"], 1) ** -0.5 if scale is None else _checks.real("softmax_scale", scale),
-        soft_cap=None if soft_cap is None else _checks.positive("logits_soft_cap", soft_cap),
+        # beyond these a cap bends nothing, or everything, and float32 might have no number for a quotient by it
+        soft_cap=None
+        if soft_cap is None
+        else min(max(_checks.positive("logits_soft_cap", soft_cap), 2.0**-100), 2.0**100),
         left=left,
         right=0 if _checks.flag("causal", causal) else right,
         mask_shape=None if mask is None else mask.shape,

@@ -144,6 +144,40 @@ def test_packed_rank_3_takes_a_mask_and_a_bias_of_rank_4(x64):
     assert_close(flash(case)(**stream), expected[0], TOLERANCE["float64"])
 
 
+ATTENTIONS = [lambda *arrays, **options: attention(*arrays, dtype=None, **options)[0], flash_attention]
+FLOAT32 = np.finfo(np.float32)
+
+
+@pytest.mark.parametrize("call", ATTENTIONS, ids=["attention", "flash_attention"])
+@pytest.mark.parametrize(
+    "size, options, uniform",
+    [
+        (1.0, {"logits_soft_cap": float(FLOAT32.max)}, False),
+        (1.0, {"logits_soft_cap": 1e300}, False),
+        (1.0, {"logits_soft_cap": 1e-300}, True),
+        # what is too large to be told apart has equal shares, also where a bias is to mask a whole row
+        (1e20, {}, True),
+        (300.0, {"softmax_dtype": np.float16}, True),
+        (1.0, {"softmax_dtype": np.float16, "bias": FLOAT32.min}, True),
+        (1.0, {"softmax_dtype": jnp.bfloat16, "bias": FLOAT32.min}, True),
+    ],
+    ids=["largest cap", "no cap", "all capped", "infinite", "beyond float16", "bias beyond float16", "beyond bfloat16"],
+)
+def test_what_a_dtype_has_no_number_for(call, size, options, uniform):
+    """Finite scores and caps as large or small as they may be: weights sum up to 1, and gradients are numbers."""
+    query, key, value = Case("", batch=1).arrays(np.float32).values()
+    query, key = (np.full_like(x, size) if size > 1 else x for x in (query, key))
+    if "bias" in options:
+        options = {**options, "bias": np.full((1, 1, 5, 5), options["bias"])}
+    cotangent = np.random.default_rng(0).normal(size=value.shape).astype(np.float32)
+    output, pull = jax.vjp(functools.partial(call, **options), query, key, value)
+    expected, plain = jax.vjp(call, 0 * query if uniform else query, key, value)
+    assert_close(output, expected, 1e-2 if "softmax_dtype" in options else 1e-6)
+    *others, d_value = pull(cotangent)
+    assert_close(d_value, plain(cotangent)[2], 1e-2 if "softmax_dtype" in options else 1e-6)
+    assert all(np.isfinite(x).all() for x in others)
+
+
 def test_output_dtype_does_not_coarsen_gradients():
     arrays = CASES[0].arrays(np.float32)
     assert flash_attention(**arrays).dtype == np.float32

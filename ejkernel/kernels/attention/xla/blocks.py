@@ -12,6 +12,7 @@ from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import Inputs, alike, cotangents, heads_first, heads_last
 from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
+from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
 
 
 def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = False) -> tuple[Array, Array, Array]:
@@ -126,10 +127,11 @@ def _scores(call: Call, query: Array, columns: Columns, few: bool = False) -> tu
     if call.soft_cap is not None:
         bent = jnp.tanh(scores / call.soft_cap)
         scores, slope = call.soft_cap * bent, 1 - bent**2
+    scores = rounded(scores)
     if columns.bias is not None:
         scores = scores + columns.bias.astype(scores.dtype)
     # mask before exp: a masked inf would make the gradient NaN
-    return jnp.where(columns.allowed, scores.astype(call.softmax_dtype), -jnp.inf), slope
+    return jnp.where(columns.allowed, for_softmax(call, scores), -jnp.inf), slope
 
 
 def _matmul(call: Call, rows: Array, columns: Array) -> Array:

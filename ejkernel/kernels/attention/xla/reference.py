@@ -12,6 +12,7 @@ from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import alike, heads_first, heads_last
 from ejkernel.kernels.attention.masks import allowed_pairs, by_group, live, live_by_position
 from ejkernel.kernels.attention.xla import few_queries
+from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
 
 
 def run(
@@ -86,9 +87,10 @@ def _weights(call: Call, scores: Array, allowed: Array | None, bias: Array | Non
     scores = scores * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
+    scores = rounded(scores)
     if bias is not None:
         scores = scores + by_group(call, bias, 1).astype(scores.dtype)
-    scores = scores.astype(call.softmax_dtype)
+    scores = for_softmax(call, scores)
     if allowed is not None:
         # mask before exp: a masked inf would make the gradient NaN
         scores = jnp.where(allowed, scores, -jnp.inf)
