@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import CASES, EMPTY, check, check_second_gradients
+from attention_cases import CASES, EMPTY, Case, check, check_second_gradients
 from conftest import assert_close
 from jax.sharding import PartitionSpec
 
@@ -40,6 +40,16 @@ def test_every_dtype(case, dtype):
     for actual, right in zip(attention(**arrays, **case.options, dtype=None), expected, strict=True):
         assert actual.dtype == dtype
         assert_close(actual, right, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("call", [lambda *arrays: attention(*arrays, dtype=None)[0], flash_attention])
+def test_float16_gradients_of_a_scaled_loss(call):
+    """All of them fit in float16, but what the weights' gradient would be does not."""
+    arrays = Case("", batch=1, queries=9, keys=9, key_dim=16, value_dim=64).arrays(np.float16)
+    cotangent = np.float16(6000) * np.random.default_rng(1).normal(size=arrays["value"].shape).astype(np.float16)
+    _, expected = oracle.attention_gradients(cotangent, **arrays, softmax_scale=0.25)
+    for found, name in zip(jax.vjp(call, *arrays.values())[1](cotangent), arrays, strict=True):
+        assert_close(found, expected[name], TOLERANCE["float16"], name)
 
 
 def test_dtypes_of_results_and_softmax(x64):

@@ -66,14 +66,31 @@ def _weighted(call: Call, weights: Array, value: Array, seen: Array | None) -> A
     """The sum of values `[B, L, Hkv, Dv]` by weights `[B, Hkv, G, S, L]`, `[B, Hkv, G, S, Dv]`."""
 
     def plain(weights: Array, value: Array, seen: Array | None) -> Array:
-        # half-precision values keep their half-precision matmul, summed in float32
-        weights = weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
         value = value.swapaxes(1, 2)  # [B, Hkv, L, Dv]
-        return _matmul(call, "bnsl,bnld->bnsd", weights, value if seen is None else jnp.where(seen, value, 0))
+        return _sum(call, weights, value if seen is None else jnp.where(seen, value, 0))
 
     if few_queries.pays(call):
         return few_queries.on_cpu(functools.partial(few_queries.weighted, call), plain)(weights, value, seen)
     return plain(weights, value, seen)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sum(call: Call, weights: Array, value: Array) -> Array:
+    """Half-precision values keep their half-precision matmul, summed in float32."""
+    return _matmul(call, "bnsl,bnld->bnsd", _narrow(weights, value), value)
+
+
+@_sum.defjvp
+def _(call: Call, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (weights, value), (d_weights, d_value) = primals, tangents
+    # with a scaled loss, float16 has no numbers for the weights' gradient where it has some for all that comes of it
+    d_weights = d_weights if value.dtype == jnp.float16 else _narrow(d_weights, value)
+    moved = _matmul(call, "bnsl,bnld->bnsd", d_weights, value)
+    return _sum(call, weights, value), moved + _matmul(call, "bnsl,bnld->bnsd", _narrow(weights, value), d_value)
+
+
+def _narrow(weights: Array, value: Array) -> Array:
+    return weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
 
 
 def _matmul(call: Call, product: str, rows: Array, columns: Array) -> Array:
