@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from ejkernel import _checks, _sharding
 from ejkernel._dispatch import dispatch
+from ejkernel.kernels import _mapped
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.xla_utils.utils import prepare_sequence_ids
@@ -117,6 +118,7 @@ def bind(
         scale=scale,
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(dtype),
+        mapped=_mapped.times(query, arrays.value.shape[-1]),
     )
     return call, (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
 

@@ -19,6 +19,8 @@ class Call(Protocol):
     @property
     def batch(self) -> int: ...
     @property
+    def mapped(self) -> int: ...
+    @property
     def tokens(self) -> int: ...
     @property
     def heads(self) -> int: ...
@@ -62,8 +64,8 @@ def chunk_size(call: Call) -> int:
 
 
 def likely_rows(call: Call) -> int:
-    """The batch, to choose by; 1 for one that is known only when the program runs."""
-    return 1 if export.is_symbolic_dim(call.batch) else call.batch
+    """The batch, to choose by, with what `vmap` adds to it; 1 for one that is known only when the program runs."""
+    return call.mapped * (1 if export.is_symbolic_dim(call.batch) else call.batch)
 
 
 def together(call: Call) -> int:

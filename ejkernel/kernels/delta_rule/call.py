@@ -37,6 +37,7 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+    mapped: int = 1  # how many of it `vmap` makes, as far as the front sees
 
     # of a chunk's tokens; 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
     largest_chunk: ClassVar[int] = 32

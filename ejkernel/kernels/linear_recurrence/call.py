@@ -38,6 +38,7 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+    mapped: int = 1  # how many of it `vmap` makes, as far as the front sees
 
     largest_chunk: ClassVar[int] = 64  # of a chunk's tokens; measured on CPUs
 

@@ -37,6 +37,15 @@ def test_other_releases_go_by_the_newest_that_is_not_newer():
         assert faster_walk.measured(release) == faster_walk.measured(like)
 
 
+@pytest.mark.parametrize("op", [_xla.linear_attention, lambda *x: _xla.delta_rule(*x, x[0][..., 0])])
+def test_rows_of_vmap_count_like_those_of_a_batch(op, monkeypatch):
+    heads = []
+    monkeypatch.setattr(faster_walk, "chosen", lambda kind, packed, gradient, found, *_: heads.append(found))
+    gradient = jax.grad(lambda x: op(x, x, x)[0].sum())
+    jax.eval_shape(jax.jit(jax.vmap(jax.vmap(gradient))), jax.ShapeDtypeStruct((5, 3, 2, 40, 4, 8), np.float32))
+    assert set(heads) == {5 * 3 * 2 * 4}
+
+
 @pytest.mark.parametrize("platform, dim, by_tokens", [("cpu", 16, True), ("cpu", 256, False), ("cuda", 16, False)])
 def test_small_states_go_token_by_token_on_a_cpu(platform, dim, by_tokens):
     x = jax.ShapeDtypeStruct((1, 512, 4, dim), np.float32)
