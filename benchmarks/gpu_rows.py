@@ -78,7 +78,10 @@ def in_batches(function: Callable[[int], Any], calls: int, batches: int = 9) -> 
         jax.block_until_ready(result)
         return time.perf_counter() - start
 
-    times = [(-seconds(calls) + seconds(2 * calls)) / calls * 1e3 for _ in range(batches)]
+    times = []
+    for _ in range(batches):
+        once, twice = seconds(calls), seconds(2 * calls)
+        times.append((twice - once) / calls * 1e3)
     quartiles = statistics.quantiles(times, n=4)
     return statistics.median(times), quartiles[2] - quartiles[0]
 

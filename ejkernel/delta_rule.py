@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _checks
+from ejkernel import _checks, _mapped
 from ejkernel._dispatch import dispatch
-from ejkernel.kernels import _mapped
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
 

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _checks, _sharding
+from ejkernel import _checks, _mapped, _sharding
 from ejkernel._dispatch import dispatch
-from ejkernel.kernels import _mapped
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.xla_utils.utils import prepare_sequence_ids

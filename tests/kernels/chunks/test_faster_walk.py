@@ -1,5 +1,6 @@
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,15 @@ def test_rows_of_vmap_count_like_those_of_a_batch(op, monkeypatch):
     gradient = jax.grad(lambda x: op(x, x, x)[0].sum())
     jax.eval_shape(jax.jit(jax.vmap(jax.vmap(gradient))), jax.ShapeDtypeStruct((5, 3, 2, 40, 4, 8), np.float32))
     assert set(heads) == {5 * 3 * 2 * 4}
+
+
+def test_what_one_thread_traced_another_may_map():
+    call = jax.jit(lambda x: _xla.linear_attention(x, x, x)[0])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 4, 1, 2)), jnp.float32)
+    alone = [call(row) for row in x]
+    with ThreadPoolExecutor(1) as other:
+        together = other.submit(jax.vmap(call), x).result()
+    np.testing.assert_allclose(together, alone, rtol=1e-6)
 
 
 @pytest.mark.parametrize("platform, dim, by_tokens", [("cpu", 16, True), ("cpu", 256, False), ("cuda", 16, False)])

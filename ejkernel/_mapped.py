@@ -7,10 +7,20 @@ from typing import Any
 import jax
 from jax import lax
 
+from ejkernel import _checks
+
 # Numbers in a state: of larger ones gradients go by chunks anyhow, and looking takes a millisecond or two of tracing.
 LARGEST_STATE = 64 * 64
 
-_found = threading.local()
+
+class _Found(threading.local):
+    """The sizes of axes that `vmap` was seen to map, by thread: a program of another may be mapped here later on."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+
+_found = _Found()
 
 
 def times(query: Any, value_dim: int) -> int:
@@ -18,9 +28,9 @@ def times(query: Any, value_dim: int) -> int:
 
     1 if it does not, or if the caller's own `jit` or loop hides it.
     """
-    if not isinstance(query, jax.core.Tracer) or query.shape[-1] * value_dim > LARGEST_STATE:
+    if _checks.is_concrete(query) or query.shape[-1] * value_dim > LARGEST_STATE:
         return 1
-    _found.sizes = []
+    _found.sizes.clear()
     _seen(lax.stop_gradient(query))
     return math.prod(_found.sizes)
 
