@@ -18,6 +18,11 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+def capability() -> int:
+    """Of the GPU that is here, or else of the one whose configurations were measured."""
+    return _launch.capability() or 90
+
+
 def at_most_float32(x: jax.Array | None) -> jax.Array | None:
     """An array as kernels can take it."""
     return x.astype(F32) if x is not None and x.dtype == jnp.float64 else x

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels import _launch
-from ejkernel.kernels.chunks.triton.launching import F32, Launching, Tile, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32, Launching, Tile, capability, padded, shape
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.kernels.delta_rule.triton import configs
@@ -48,7 +47,7 @@ class Plan:
 
     @staticmethod
     def of(call: Call) -> "Plan":
-        config = configs.configure(_launch.capability() or 90, call.dtype == np.float32, call.key_dim)
+        config = configs.configure(capability(), call.dtype == np.float32, call.key_dim)
         programs = call.heads * cdiv(call.value_dim, min(config.forward.block, padded(call.value_dim)))
         # packed sequences may be of any length, but most often are alike
         segments = config.fill // (programs * call.sequences)
@@ -115,7 +114,7 @@ class Launcher(Launching):
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16
             solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
-            flat=(_launch.capability() or 90) != 90,
+            flat=capability() != 90,
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk, plan.segment

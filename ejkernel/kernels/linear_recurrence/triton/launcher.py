@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _launch
-from ejkernel.kernels.chunks.triton.launching import Launching
+from ejkernel.kernels.chunks.triton.launching import Launching, capability
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
@@ -56,7 +55,7 @@ class Launcher(Launching):
 
     @property
     def hopper(self) -> bool:
-        return (_launch.capability() or 90) == 90
+        return capability() == 90
 
     @property
     def by_token(self) -> bool:

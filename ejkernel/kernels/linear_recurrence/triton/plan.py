@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels import _launch
-from ejkernel.kernels.chunks.triton.launching import padded
+from ejkernel.kernels.chunks.triton.launching import capability, padded
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
@@ -28,9 +27,8 @@ class Plan:
     @staticmethod
     def of(call: Call) -> "Plan":
         wide = call.dtype == np.float32 or Plan.carried(call)
-        capability = _launch.capability() or 90
         config, by_key, by_value = (
-            configs.configure(capability, wide, dim)
+            configs.configure(capability(), wide, dim)
             for dim in (max(call.key_dim, call.value_dim), call.key_dim, call.value_dim)
         )
         # the columns of the state that a walk carries are what its tile has to fit
