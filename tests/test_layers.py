@@ -13,6 +13,7 @@ LAYERS = (
     ("ejkernel.xla_utils",),
     ("ejkernel._dispatch", "ejkernel._mapped"),
     (
+        "ejkernel.kernels._differentiable",
         "ejkernel.kernels._launch",
         "ejkernel.kernels._pallas",
         "ejkernel.kernels._phases",

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels import _varying
-from ejkernel.kernels.attention.borrowed import Borrowed, attend
+from ejkernel.kernels import _differentiable, _varying
+from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import allowed_pairs, live_tokens
@@ -115,7 +115,7 @@ def _hopper() -> bool:
 def run(call: Call, *arrays: Array | None) -> Array:
     """The output `[B, S, H, D]`."""
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
-    return attend(_CUDNN, call, inputs).astype(call.dtype)
+    return _differentiable.call(OP, call, inputs).astype(call.dtype)
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
@@ -160,4 +160,4 @@ def _near_zero(bias: Array, allowed: Array) -> Array:
     return bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) >= 256), top, 0)
 
 
-_CUDNN = Borrowed(_direct)
+OP = borrowed(_direct)

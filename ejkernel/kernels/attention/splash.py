@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels import _pallas, _varying
-from ejkernel.kernels.attention.borrowed import Borrowed, attend
+from ejkernel.kernels import _differentiable, _pallas, _varying
+from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.xla_utils.utils import prepare_sequence_ids
@@ -72,7 +72,7 @@ def _place() -> str | None:
 def run(call: Call, *arrays: Array | None) -> Array:
     """The output `[B, S, H, D]`."""
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
-    return attend(_SPLASH, call, inputs)
+    return _differentiable.call(OP, call, inputs)
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
@@ -190,4 +190,4 @@ def _unless_it_leaks(run: Callable[..., Any], instead: Callable[..., Any], tree:
     return jax.lax.cond(jnp.stack(harmless).all(), run, instead, *arrays)
 
 
-_SPLASH = Borrowed(_direct, _enter)
+OP = borrowed(_direct, _enter)

@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 
 
-def dense(x: Any) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
-
-
 def foldable(function: Callable[..., Any], call: Any, plan: Any) -> Callable[..., Any]:
     """`function(call, plan, *arrays)` that `vmap` maps: rows join the batch, packed streams run one by one."""
 

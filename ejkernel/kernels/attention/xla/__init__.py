@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels import _varying
+from ejkernel.kernels import _differentiable, _varying
+from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels.attention.call import Call
-from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable
+from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
 from ejkernel.kernels.attention.xla import blocks, few_queries
 
@@ -29,8 +30,7 @@ def run(call: Call, *arrays: Array | None) -> Any:
     if 0 in (call.batch, call.queries, call.keys):
         output, lse = _empty(call, inputs.sinks)
     else:
-        output, top, total = _attend(call, _varying.align(inputs))
-        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
+        output, lse = _differentiable.call(OP, call, _varying.align(inputs))
     output = output.astype(call.dtype)
     return (output, lse) if call.return_lse else output
 
@@ -42,54 +42,35 @@ def _empty(call: Call, sinks: Array | None) -> tuple[Array, Array]:
     return jnp.zeros((*lse.shape, call.value_dim), call.dtype), lse
 
 
-def _primal(call: Call, inputs: Inputs) -> tuple[Array, Array, Array]:
+def _forward(call: Call, inputs: Inputs) -> tuple[Array, Array]:
+    return _with_residuals(call, inputs)[0]
+
+
+def _with_residuals(call: Call, inputs: Inputs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Output and log-sum-exp, and what the latter is made of."""
     if few_queries.pays(call):
         few, many = (functools.partial(blocks.forward, call, inputs, few=each) for each in (True, False))
-        return lax.platform_dependent(cpu=few, default=many)
-    return blocks.forward(call, inputs)
+        output, top, total = lax.platform_dependent(cpu=few, default=many)
+    else:
+        output, top, total = blocks.forward(call, inputs)
+    return (output, _log_sum_exp(top, total)), (top, total)
 
 
-def _forward(call: Call, inputs: Inputs) -> Any:
-    # `_attend`, not `_primal`: differentiating this again must not meet loops of unknown length
-    results = _attend(call, inputs)
-    return results, (inputs, *results)
+def _backward(call: Call, inputs: Inputs, residuals: Any, cotangents: Any, wanted: Inputs) -> Inputs:
+    ((output, _), (top, total)), (d_output, d_lse) = residuals, cotangents
+    d_output = jnp.zeros_like(output) if d_output is None else d_output
+    d_total = jnp.zeros_like(total) if d_lse is None else jnp.where(total == 0, 0, d_lse / total)
+    return blocks.backward(call, inputs, output, top, total, d_output, d_total)
 
 
-def _backward(call: Call, residuals: Any, d_results: Any) -> tuple[Inputs]:
-    d_output, _, d_total = d_results
-    return (_gradients(call, *residuals, d_output, d_total),)
+def _reference(call: Call, inputs: Inputs) -> tuple[Array, Array]:
+    """The same in loops of fixed length, which JAX can differentiate any number of times."""
+    output, top, total = blocks.forward(call, inputs, every_block=True)
+    return output, _log_sum_exp(top, total)
 
 
-_attend = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
+def _log_sum_exp(top: Array, total: Array) -> Array:
+    return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
 
 
-def _gradients_primal(call: Call, *arguments: Any) -> Inputs:
-    return blocks.backward(call, *arguments)
-
-
-def _gradients_forward(call: Call, *arguments: Any) -> Any:
-    inputs, _, _, _, d_output, d_total = arguments
-    return _gradients(call, *arguments), (inputs, d_output, d_total)
-
-
-def _gradients_backward(call: Call, residuals: Any, dd_inputs: Inputs) -> Any:
-    """Second derivatives, by JAX, of the same blocks in loops of fixed length."""
-    inputs, *d_results = residuals
-    moving = differentiable(inputs)
-
-    def gradients(moving: Any, d_results: Any) -> Any:
-        def results(moving: Any) -> Any:
-            output, _, total = blocks.forward(call, inputs._replace(**moving), every_block=True)
-            return output, total
-
-        return jax.vjp(results, moving)[1](d_results)[0]
-
-    _, pull = jax.vjp(gradients, moving, tuple(d_results))
-    d_moving, (dd_output, dd_total) = pull({name: getattr(dd_inputs, name) for name in moving})
-    # the output, top and total are functions of the inputs: their share is in `d_moving`
-    return cotangents(inputs, d_moving), None, None, None, dd_output, dd_total
-
-
-_gradients = jax.custom_vjp(_gradients_primal, nondiff_argnums=(0,))
-_gradients.defvjp(_gradients_forward, _gradients_backward)
+OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_forward, keeps_outputs=True)

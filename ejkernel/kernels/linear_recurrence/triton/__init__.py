@@ -65,7 +65,7 @@ def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *othe
     return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
 
 
-def _kernels(call: Call) -> tuple[Kernels, Plan]:
+def _kernels(call: Call) -> tuple[Any, Plan]:
     """What runs the call, by which dims decay."""
     if call.value_decay and call.decay != "key":
         return Kernels(value_gates.forward, value_gates.backward), Plan.of(value_gates.swapped(call))

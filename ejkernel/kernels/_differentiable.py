@@ -1,0 +1,373 @@
+"""One way to differentiate an op and to map it with `vmap`.
+
+An op is a forward pass, a map that is linear in the inputs' tangents, and that map's transpose, the backward pass:
+
+| JAX asks for | what runs |
+|---|---|
+| the outputs | `forward` |
+| reverse mode | `forward_with_residuals`, then `backward` |
+| forward mode | `forward_with_residuals`, then the tangents of `tangent` |
+| second derivatives | derivatives of the tangents or cotangents of `reference` |
+
+Residuals are only remembered values of functions of the inputs, so derivatives never pass through them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel.kernels import _pallas
+
+Zero = jax.custom_derivatives.SymbolicZero
+Leaves = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """How an op computes and differentiates; `static` is whatever is fixed when it is traced, and hashable.
+
+    `inputs`, outputs and residuals are trees of arrays. Arrays of integers, booleans and random keys have no tangents.
+
+    Attributes:
+        forward: `forward(static, inputs)` gives the outputs.
+        forward_with_residuals: `forward_with_residuals(static, inputs)` gives the outputs, and what `backward` can use
+            again.
+        backward: `backward(static, inputs, residuals, cotangents, wanted)` gives the inputs' cotangents, as a tree like
+            `inputs`. A cotangent is `None` where it is zero. `wanted`, also like `inputs`, says which ones are asked
+            for; the others may be `None` or anything.
+        reference: The same outputs as `forward`, in a form that JAX can differentiate any number of times.
+        tangent: The same outputs in a form that JAX can differentiate forwards; `None` stands for `reference`.
+        keeps_outputs: Whether `backward` needs the outputs: then its `residuals` are the pair of outputs and residuals.
+        fold: `fold(static, size, inputs, mapped, wanted)` makes one call of `size` mapped ones: the static facts and
+            the inputs of that call, whose outputs, residuals and cotangents are then those of the single ones, joined
+            along their first axis. Leaves of `inputs` that `mapped` names have the mapped axis first. It gives `None`
+            where that is impossible: then calls run one by one. Without `fold`, JAX maps the functions themselves.
+    """
+
+    forward: Callable[..., Any]
+    forward_with_residuals: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., Any]
+    reference: Callable[..., Any]
+    tangent: Callable[..., Any] | None = None
+    keeps_outputs: bool = False
+    fold: Callable[..., tuple[Any, Any] | None] | None = None
+
+
+def call(op: Op, static: Any, inputs: Any) -> Any:
+    """The outputs of `op`, with all of its derivatives."""
+    return _forward(op, static, False, inputs)[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
+    """Outputs, and residuals or `None`."""
+
+    def run(static: Any, inputs: Any) -> tuple[Any, Any]:
+        return op.forward_with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
+
+    if op.fold is None:
+        return run(static, inputs)
+    return _mapped(run, op.fold, static)(inputs)
+
+
+@functools.partial(_forward.defjvp, symbolic_zeros=True)
+def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents: tuple[Any]) -> Any:
+    inputs, d_inputs = primals[0], jax.tree.leaves(tangents[0], is_leaf=lambda x: isinstance(x, Zero))
+    # the differentiable function again: its residuals may be differentiated once more
+    outputs, residuals = _forward(op, static, True, inputs)
+    wanted = tuple(not isinstance(each, Zero) and _has_tangent(each) for each in d_inputs)
+    leaves, tree = jax.tree.flatten(outputs)
+    # the outputs themselves, not copies among the residuals: whoever else keeps them keeps the same arrays
+    known = (outputs, residuals) if op.keeps_outputs else residuals
+    problem = _Problem(op, static, jax.tree.structure(inputs), jax.tree.structure(known), tree, wanted)
+    moving = [each for each, asked in zip(d_inputs, wanted, strict=True) if asked]
+    avals = tuple(jax.typeof(each).to_tangent_aval() for each in leaves)
+    operands = (*jax.tree.leaves(inputs), *jax.tree.leaves(known), *moving)
+    d_outputs = _tangent().bind(*operands, problem=problem, outputs=avals)
+    kept = residuals if keep else None
+    return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), jax.tree.map(_zeros_like, kept))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What the tangents' map and its transpose know when they are traced.
+
+    Attributes:
+        inputs: the structure of the inputs, whose leaves are the first operands
+        residuals: that of the residuals, whose leaves follow
+        outputs: that of the outputs
+        wanted: which leaves of the inputs have tangents, or cotangents that are asked for
+    """
+
+    op: Op
+    static: Any
+    inputs: Any
+    residuals: Any
+    outputs: Any
+    wanted: tuple[bool, ...]
+
+    def split(self, operands: Sequence[Any]) -> tuple[Leaves, Leaves, Leaves]:
+        """Inputs, residuals, and what the map is linear in."""
+        inputs, residuals = self.inputs.num_leaves, self.inputs.num_leaves + self.residuals.num_leaves
+        return tuple(operands[:inputs]), tuple(operands[inputs:residuals]), tuple(operands[residuals:])
+
+    def trees(self, *leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Each of these, of which the first are the inputs' leaves, as a tree like the inputs."""
+        return tuple(jax.tree.unflatten(self.inputs, each[: self.inputs.num_leaves]) for each in leaves)
+
+    def chosen(self, inputs: Sequence[Any]) -> list[Any]:
+        """The wanted ones."""
+        return [each for each, asked in zip(inputs, self.wanted, strict=True) if asked]
+
+    def of_chosen(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        """`function` of the wanted inputs alone, with leaves as outputs."""
+
+        def run(*some: Any) -> list[Any]:
+            following = iter(some)
+            leaves = [next(following) if asked else x for x, asked in zip(inputs, self.wanted, strict=True)]
+            return jax.tree.leaves(function(self.static, jax.tree.unflatten(self.inputs, leaves)))
+
+        return run
+
+    def tangents(self, function: Callable[..., Any], inputs: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
+        """The outputs' tangents, by JAX."""
+        run = self.of_chosen(function, inputs)
+        return list(jax.jvp(run, tuple(self.chosen(inputs)), tuple(moving))[1])
+
+    def cotangents(self, inputs: Sequence[Any], given: tuple[bool, ...], cotangents: Sequence[Any]) -> list[Any]:
+        """The wanted inputs' cotangents, by JAX."""
+        outputs, pull = jax.vjp(self.of_chosen(self.op.reference, inputs), *self.chosen(inputs))
+        following = iter(cotangents)
+        full = [next(following) if there else _zeros_like(x) for x, there in zip(outputs, given, strict=True)]
+        return list(pull(full))
+
+    def backward(
+        self, inputs: Sequence[Any], residuals: Sequence[Any], given: tuple[bool, ...], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """The wanted inputs' cotangents, by the op's own backward pass."""
+        following = iter(cotangents)
+        found = self.op.backward(
+            self.static,
+            jax.tree.unflatten(self.inputs, inputs),
+            jax.tree.unflatten(self.residuals, residuals),
+            jax.tree.unflatten(self.outputs, [next(following) if there else None for there in given]),
+            jax.tree.unflatten(self.inputs, self.wanted),
+        )
+        # a cotangent that nobody wants may be missing
+        leaves = self.inputs.flatten_up_to(found)
+        return [g.astype(x.dtype) for g, x in zip(self.chosen(leaves), self.chosen(inputs), strict=True)]
+
+
+def _run_tangent(*operands: Any, problem: _Problem, outputs: Any) -> list[Any]:
+    inputs, _, moving = problem.split(operands)
+    found = problem.tangents(problem.op.tangent or problem.op.reference, inputs, moving)
+    return [x.astype(aval.dtype) for x, aval in zip(found, outputs, strict=True)]
+
+
+def _run_transpose(*operands: Any, problem: _Problem, outputs: Any, given: tuple[bool, ...]) -> list[Any]:
+    inputs, residuals, cotangents = problem.split(operands)
+    return problem.backward(inputs, residuals, given, cotangents)
+
+
+@functools.cache
+def _tangent() -> Any:
+    """Takes tangents of the wanted inputs to those of the outputs. Operands: inputs, residuals, these tangents."""
+    return _linear_primitive("ejkernel_tangent", _run_tangent, lambda operands, problem, outputs: outputs)
+
+
+@functools.cache
+def _transpose() -> Any:
+    """Takes the cotangents of the outputs that are `given` to those of the wanted inputs."""
+
+    def results(operands: Any, problem: _Problem, outputs: Any, given: Any) -> Any:
+        return [each.to_tangent_aval() for each in problem.chosen(problem.split(operands)[0])]
+
+    return _linear_primitive("ejkernel_transpose", _run_transpose, results)
+
+
+def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callable[..., Any]) -> Any:
+    """A primitive that is linear in its last operands; `results` gives the types of what `run` computes."""
+    # not at the top: `import ejkernel` must not import Pallas, which the first of these does
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.cache
+    def jitted(**params: Any) -> Any:
+        return jax.jit(functools.partial(run, **params))
+
+    @primitive.def_impl
+    def _(*operands: Any, **params: Any) -> Any:
+        return jitted(**params)(*operands)
+
+    @primitive.def_effectful_abstract_eval
+    def _(*avals: Any, **params: Any) -> Any:
+        effects: Any = frozenset()
+        if _pallas.INTERPRET is not None:  # an interpreter has effects, which no operation may hide
+            shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
+            effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
+        return list(results(avals, **params)), effects
+
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = _transposed
+    return primitive
+
+
+def _jvp(primitive: Any, operands: Any, tangents: Any, *, problem: _Problem, **params: Any) -> Any:
+    """Linear in the last operands; in the inputs, the derivative of what `reference` says."""
+    results = primitive.bind(*operands, problem=problem, **params)
+    inputs, residuals, linear = problem.split(operands)
+    d_inputs, _, d_linear = problem.split([_instantiated(x, t) for x, t in zip(operands, tangents, strict=True)])
+    moved = problem.split(tangents)[0]
+    if all(_is_zero(each) for each in moved):
+        return results, primitive.bind(*inputs, *residuals, *d_linear, problem=problem, **params)
+    moving = [i for i, x in enumerate(inputs) if _has_tangent(x)]
+
+    def run(some: list[Any], linear: Leaves) -> list[Any]:
+        leaves = list(inputs)
+        for i, each in zip(moving, some, strict=True):
+            leaves[i] = each
+        if "given" in params:
+            return problem.cotangents(leaves, params["given"], linear)
+        return problem.tangents(problem.op.reference, leaves, linear)
+
+    primals, d_primals = ([each[i] for i in moving] for each in (inputs, d_inputs))
+    found = jax.jvp(run, (primals, linear), (d_primals, d_linear))[1]
+    return results, [x.astype(like.dtype) for x, like in zip(found, results, strict=True)]
+
+
+def _transposed(cotangents: Any, *operands: Any, problem: _Problem, outputs: Any, given: Any = None) -> list[Any]:
+    inputs, residuals, _ = problem.split(operands)
+    rest = [None] * (len(inputs) + len(residuals))
+    if given is None:
+        given = tuple(not _is_zero(each) for each in cotangents)
+        there = [each for each in cotangents if not _is_zero(each)]
+        found = _transpose().bind(*inputs, *residuals, *there, problem=problem, outputs=outputs, given=given)
+        return rest + list(found)
+    moving = [_instantiated(x, t) for x, t in zip(problem.chosen(inputs), cotangents, strict=True)]
+    found = _tangent().bind(*inputs, *residuals, *moving, problem=problem, outputs=outputs)
+    return rest + [each for each, there in zip(found, given, strict=True) if there]
+
+
+def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, outputs: Any, **params: Any) -> Any:
+    """Mapped calls as one: folded into each other, by JAX's own rules, or one by one."""
+    op, mapped = problem.op, tuple(each is not None for each in dims)
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    rows = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    spread = [_spread(x, size, each) for x, each in zip(rows, mapped, strict=True)]
+
+    def bind(problem: _Problem, operands: Sequence[Any], shape: Callable[..., tuple[int, ...]]) -> Any:
+        avals = tuple(_shaped(shape(*each.shape), each) for each in outputs)
+        return primitive.bind(*operands, problem=problem, outputs=avals, **params)
+
+    if op.fold is None:
+        # what has a cotangent has one in each call
+        axes = tuple(a or b for a, b in zip(problem.split(mapped)[0], problem.wanted, strict=True))
+        inputs = (whole if each else x for x, whole, each in zip(rows, spread, axes, strict=False))
+        larger = replace(problem, op=_vmapped(op, problem.inputs, axes))
+        found = bind(larger, (*inputs, *spread[len(axes) :]), lambda *shape: (size, *shape))
+    elif folded := op.fold(problem.static, size, *problem.trees(rows, mapped, problem.wanted)):
+        static, inputs = folded
+        larger = replace(problem, static=static)
+        others = [_joined(x) for x in spread[problem.inputs.num_leaves :]]
+        found = bind(larger, (*jax.tree.leaves(inputs), *others), lambda first, *shape: (size * first, *shape))
+        found = [_parted(x, size) for x in found]
+    else:
+        found = jax.lax.map(lambda each: bind(problem, each, lambda *shape: shape), spread)
+    return found, [0] * len(found)
+
+
+@functools.cache
+def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
+    """`op` mapped over these leaves of its inputs, and over all outputs, residuals and cotangents."""
+    mapped = jax.tree.unflatten(tree, [0 if each else None for each in axes])
+
+    def vmapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda static, inputs: jax.vmap(functools.partial(function, static), (mapped,))(inputs)
+
+    def backward(static: Any, inputs: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
+        def run(inputs: Any, residuals: Any, cotangents: Any) -> Any:
+            found = tree.flatten_up_to(op.backward(static, inputs, residuals, cotangents, wanted))
+            return [each if asked else None for each, asked in zip(found, jax.tree.leaves(wanted), strict=True)]
+
+        found = jax.vmap(run, (mapped, 0, 0))(inputs, residuals, cotangents)
+        return jax.tree.unflatten(tree, found)
+
+    tangent = None if op.tangent is None else vmapped(op.tangent)
+    forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
+    return Op(forward, with_residuals, backward, reference, tangent, op.keeps_outputs)
+
+
+def _mapped(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:
+    """`run(static, inputs)` as a function of the inputs that `vmap` maps as `fold` says."""
+
+    @jax.custom_batching.custom_vmap
+    def mapped(inputs: Any) -> Any:
+        return run(static, inputs)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: list[Any], inputs: Any) -> tuple[Any, Any]:
+        nothing = jax.tree.map(lambda _: False, inputs)
+        if folded := fold(static, size, inputs, batched[0], nothing):
+            results = _mapped(run, fold, folded[0])(folded[1])
+            results = jax.tree.map(lambda x: _parted(x, size), results)
+        else:
+            results = jax.lax.map(mapped, jax.tree.map(lambda x, each: _spread(x, size, each), inputs, batched[0]))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped
+
+
+def fold_rows(inputs: Any, size: int, mapped: Any) -> Any:
+    """`inputs` of `size` calls as those of one whose rows are all of theirs, for `Op.fold`."""
+    return jax.tree.map(lambda x, each: _joined(_spread(x, size, each)), inputs, mapped)
+
+
+def _spread(x: Any, size: int, is_mapped: bool) -> Any:
+    return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """`[calls, rows, …]` as `[calls · rows, …]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _parted(x: jax.Array, size: int) -> jax.Array:
+    """Undoes `_joined`."""
+    return x.reshape(size, -1, *x.shape[1:])
+
+
+def _shaped(shape: tuple[int, ...], like: Any) -> Any:
+    """The type of an array of this shape, varying over the mesh axes that `like` varies over."""
+    whole = NamedSharding(like.sharding.mesh, PartitionSpec(*(None for _ in shape)))
+    return jax.core.ShapedArray(shape, like.dtype, sharding=whole, manual_axis_type=like.manual_axis_type)
+
+
+def _has_tangent(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_zero(x: Any) -> bool:
+    from jax.interpreters import ad
+
+    return isinstance(x, ad.Zero | Zero)
+
+
+def _zeros_like(x: Any) -> Any:
+    """The tangent of what does not move."""
+    return jnp.zeros_like(x) if _has_tangent(x) else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _instantiated(x: Any, tangent: Any) -> Any:
+    return _zeros_like(x) if _is_zero(tangent) else tangent
