@@ -1,0 +1,175 @@
+"""Forward mode: tangents of every op beside differences in float64, and beside reverse mode in every composition."""
+
+from functools import partial
+
+import attention_cases
+import delta_rule_cases
+import jax
+import jax.numpy as jnp
+import linear_attention_cases
+import numpy as np
+import pytest
+from conftest import assert_close
+from jax.sharding import AxisType, PartitionSpec
+
+import ejkernel
+
+QUICK = attention_cases.QUICK
+LINEAR = {
+    "no decay grouped",
+    "gamma for all rows",
+    "gamma packed reverse",
+    "one gate a head mixed",
+    "g grouped reverse",
+    "g mixed",
+    "g all reset",
+    "g packed of short sequences",
+    "all gates packed",
+    "one gate a head shared queries and keys",
+    "one token",
+    "no key dims",
+}
+DELTA = {
+    "no gate reverse",
+    "no gate equal keys",
+    "head mixed",
+    "head packed unbatched reverse",
+    "key mixed",
+    "key packed shared",
+    "one token",
+}
+SOFTMAX = {
+    "causal, more keys",
+    "window past the keys",
+    "mask by group",
+    "bias and mask",
+    "sinks by head",
+    "everything",
+    "packed, everything",
+    "packed, padding",
+    "offset by row",
+    "one query, everything",
+}
+
+
+def calls():
+    """Every case as a function of the arrays that have tangents, and these arrays."""
+    for case in linear_attention_cases.CASES:
+        if case.name in LINEAR:
+            yield pytest.param(ejkernel.recurrent, case.arrays(), case.options, id=f"linear-{case}")
+    for case in delta_rule_cases.CASES:
+        if case.name in DELTA:
+            yield pytest.param(getattr(ejkernel, case.op), case.arrays(), case.options, id=f"delta-{case}")
+    for case in (*attention_cases.CASES, *attention_cases.PACKED, *attention_cases.OFFSET, *attention_cases.FEW):
+        if case.name in SOFTMAX:
+            yield pytest.param(ejkernel.flash_attention, case.arrays(), case.options, id=f"softmax-{case}")
+
+
+def split(arrays):
+    """Arrays that have tangents, and the others."""
+    moving = {name: x for name, x in arrays.items() if np.issubdtype(x.dtype, np.floating)}
+    return moving, {name: x for name, x in arrays.items() if name not in moving}
+
+
+def directions(moving, seed=3):
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=x.shape) for name, x in moving.items()}
+
+
+@pytest.mark.parametrize(("op", "arrays", "options"), list(calls()))
+def test_tangents_are_differences(op, arrays, options, x64):
+    """Along a direction of all arrays at once, and along one of each alone."""
+    moving, fixed = split(arrays)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def run(moving):
+        return jax.tree.leaves(op(**moving, **fixed, **options))
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def tangents(moving, moved):
+        return jax.jvp(lambda x: jax.tree.leaves(op(**x, **fixed, **options)), (moving,), (moved,))[1]
+
+    whole = directions(moving)
+    still = jax.tree.map(np.zeros_like, whole)
+    for moved in (whole, *({**still, name: whole[name]} for name in moving)):
+        above, below = (run({name: moving[name] + step * moved[name] for name in moving}) for step in (1e-6, -1e-6))
+        for actual, a, b in zip(tangents(moving, moved), above, below, strict=True):
+            assert_close(actual, (np.asarray(a) - np.asarray(b)) / 2e-6, 1e-7, "tangent")
+
+
+def small(op):
+    """A call of `op` that is small enough for whole Hessians, as a function of its arrays, and these."""
+    random = np.random.default_rng(5)
+    query, key, value = random.normal(size=(3, 1, 5, 1, 2))
+    gates = -random.random((1, 5, 1, 2))
+    named = {"query": query, "key": key, "value": value}
+    if op == "flash_attention":
+        return partial(ejkernel.flash_attention, causal=True), named
+    if op == "recurrent_gla":
+        return lambda **x: ejkernel.recurrent_gla(**x)[0], {**named, "g": gates}
+    return lambda **x: ejkernel.kda(**x)[0], {**named, "g": gates, "beta": random.random((1, 5, 1))}
+
+
+def compositions(f, arrays):
+    """Derivatives of a loss that mix both modes, each beside one that reverse mode alone gives."""
+    moved = directions(arrays)
+
+    def loss(arrays):
+        return (f(**arrays) ** 2).sum() + f(**arrays).sum() ** 2
+
+    def along(gradient):
+        return sum((gradient[name] * moved[name]).sum() for name in gradient)
+
+    reverse = jax.grad(lambda x: along(jax.grad(loss)(x)))(arrays)
+    slope = along(jax.grad(loss)(arrays))
+    mesh, spec = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,)), PartitionSpec("a")
+    mapped = jax.shard_map(lambda x: f(**x), mesh=mesh, in_specs=({name: spec for name in arrays},), out_specs=spec)
+    scanned = lambda x: jax.lax.scan(lambda total, _: (total + loss(x), None), 0.0, None, length=2)[0]  # noqa: E731
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), (arrays, moved))
+    hessian = jax.hessian(loss)(arrays)
+    product = {a: sum(np.tensordot(hessian[a][b], moved[b], moved[b].ndim) for b in arrays) for a in arrays}
+    yield "jvp of grad", jax.jvp(jax.grad(loss), (arrays,), (moved,))[1], reverse
+    yield "grad of jvp", jax.grad(lambda x: jax.jvp(loss, (x,), (moved,))[1])(arrays), reverse
+    yield "hessian", product, reverse
+    yield "linearize", jax.linearize(loss, arrays)[1](moved), slope
+    yield "jvp of checkpoint", jax.jvp(jax.checkpoint(loss), (arrays,), (moved,))[1], slope
+    yield "jvp of scan", jax.jvp(scanned, (arrays,), (moved,))[1], 2 * slope
+    of_mesh = jax.jvp(lambda x: (mapped(x) ** 2).sum() + mapped(x).sum() ** 2, (arrays,), (moved,))[1]
+    yield "jvp of shard_map", of_mesh, slope
+    of_rows = jax.vmap(lambda x, moved: jax.jvp(loss, (x,), (moved,))[1])(*stacked)
+    yield "vmap of jvp", of_rows, np.full(2, slope)
+    of_grads = jax.vmap(lambda x, moved: jax.jvp(jax.grad(loss), (x,), (moved,))[1])(*stacked)
+    yield "vmap of jvp of grad", of_grads, jax.tree.map(lambda x: np.stack([x, x]), reverse)
+
+
+@pytest.mark.parametrize("op", ["recurrent_gla", "kda", "flash_attention"])
+def test_compositions(op, x64):
+    for name, actual, expected in compositions(*small(op)):
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            assert_close(a, b, 1e-10, name)
+
+
+def test_forward_and_reverse_mode_are_transposes(x64):
+    """`<u, J v> = <Jᵀ u, v>` over several chunks, from both results."""
+    random = np.random.default_rng(7)
+    query, key, value, gates = random.normal(size=(4, 2, 150, 2, 8))
+    f = partial(ejkernel.recurrent_gla, g=jnp.asarray(-np.abs(gates)))
+    results, tangents = jax.jvp(f, (query, key, value), (value, query, key))
+    cotangents = tuple(random.normal(size=x.shape) for x in results)
+    gradients = jax.vjp(f, query, key, value)[1](cotangents)
+    left = sum((u * t).sum() for u, t in zip(cotangents, tangents, strict=True))
+    right = sum((g * v).sum() for g, v in zip(gradients, (value, query, key), strict=True))
+    assert_close(left, right, 1e-12, "<u, J v>")
+
+
+@pytest.mark.parametrize("op", ["retention", "delta_rule", "flash_attention"])
+def test_memory_is_linear_in_tokens(op):
+    def temporaries(tokens):
+        query = jax.ShapeDtypeStruct((1, tokens, 2, 32), jnp.float32)
+        options = {"beta": jnp.ones((1, tokens, 2))} if op == "delta_rule" else {}
+        run = lambda *x: jax.jvp(lambda *x: getattr(ejkernel, op)(*x, **options), x, x)  # noqa: E731
+        return jax.jit(run).lower(query, query, query).compile().memory_analysis().temp_size_in_bytes
+
+    short, *longer = (temporaries(tokens) for tokens in (1024, 2048, 4096))
+    for factor, each in zip((2, 4), longer, strict=True):
+        assert each < 1.1 * factor * short
