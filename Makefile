@@ -79,7 +79,6 @@ bench: $(VENV)/.dev
 cpu-map: $(VENV)/.dev newest
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map
 	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m benchmarks.cpu_map
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map --table
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
 # shows. An hour on two cores; interrupted, it goes on where it was.

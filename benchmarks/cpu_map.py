@@ -1,7 +1,7 @@
 """`python -m benchmarks.cpu_map`: the recurrences on a CPU beside a plain `lax.scan` over tokens, by size and gate.
 
 Both walks of ours are timed, token by token and chunk by chunk. The rows are kept as JSON, one file for each release of
-JAX, and `--table` makes of all of them the table that `ejkernel` chooses by.
+JAX.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ejkernel import _drawing, recurrent
 from ejkernel.bench.results import processor
 from ejkernel.bench.scan import token_scan
 from ejkernel.bench.timing import compare, milliseconds
-from ejkernel.kernels.chunks import faster_walk
+from ejkernel.kernels.chunks import token_walk
 
 KINDS = ("head", "key", "value", "delta")
 DIMS = (16, 64, 128, 256)
@@ -33,7 +33,6 @@ TOKENS = (1, 16, 128, 1024, 8192, 65536)
 LONG = ((4, 64, 65536), (8, 128, 8192))  # heads, dims, tokens
 HEADS = (4, 8, 32)
 RESULTS = Path(__file__).parent / "results"
-TABLE = Path(faster_walk.__file__).with_name("faster_walk.json")
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,9 @@ def candidates(cell: Cell) -> dict[str, Callable[[], Any]]:
 
     found["scan"] = compiled(scan)
     for name in ("tokens", "chunks"):
-        with faster_walk.forced(name == "tokens"):
-            found[name] = compiled(ours)
+        token_walk.LARGEST_STATE = 1 << 30 if name == "tokens" else 0
+        jax.clear_caches()
+        found[name] = compiled(ours)
     return found
 
 
@@ -133,18 +133,6 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 def cell_of(row: dict[str, Any]) -> Cell:
     return Cell(*(row[name] for name in Cell.__dataclass_fields__))
-
-
-def table(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What `faster_walk` chooses by: `heads, dim, tokens, whether tokens were faster`."""
-    found: dict[str, Any] = {}
-    for report in reports:
-        kinds = found.setdefault(".".join(report["jax"].split(".")[:2]), {})
-        for row in report["rows"]:
-            what = ("packed" if row["packed"] else "unpacked") + (" gradient" if row["gradient"] else "")
-            points = kinds.setdefault(row["kind"], {}).setdefault(what, [])
-            points.append([row["heads"], row["dim"], row["tokens"], row["by_tokens"]])
-    return found
 
 
 # what a place in the map is coloured by: how many times as long as ours the scan takes
@@ -179,13 +167,8 @@ def draw(report: dict[str, Any], gradient: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_map", description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="fill JAX's compilation cache alone")
-    parser.add_argument("--table", action="store_true", help="make the table of the rows that there are")
     parser.add_argument("--only", default="", help="cells whose name has this")
     arguments = parser.parse_args()
-    if arguments.table:
-        reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_map_*.json"))]
-        TABLE.write_text(_lines(table(reports)))
-        return
     file = RESULTS / f"cpu_map_{jax.__version__}.json"
     found = json.loads(file.read_text()) if file.exists() else {"rows": []}
     found = {"jax": jax.__version__, "device": f"{processor()}, {os.cpu_count()} cores"} | found
@@ -208,20 +191,6 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     rows = ",\n".join(f"    {json.dumps(row)}" for row in found["rows"])
     facts = "".join(f"  {json.dumps(name)}: {json.dumps(found[name])},\n" for name in found if name != "rows")
     path.write_text(f'{{\n{facts}  "rows": [\n{rows}\n  ]\n}}\n')
-
-
-def _lines(found: dict[str, Any]) -> str:
-    """JSON with a line for each list of points."""
-    releases = []
-    for release, kinds in found.items():
-        lines = [
-            f"    {json.dumps(kind)}: {{\n"
-            + ",\n".join(f"      {json.dumps(what)}: {json.dumps(points)}" for what, points in by.items())
-            + "\n    }"
-            for kind, by in kinds.items()
-        ]
-        releases.append(f"  {json.dumps(release)}: {{\n" + ",\n".join(lines) + "\n  }")
-    return "{\n" + ",\n".join(releases) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _checks, _mapped
+from ejkernel import _checks
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
@@ -182,7 +182,6 @@ def bind(
         scale=scale,
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(arrays.query.dtype),
-        mapped=_mapped.times(query, V),
     )
     return call, (query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _checks, _mapped, _sharding
+from ejkernel import _checks, _sharding
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -117,7 +117,6 @@ def bind(
         scale=scale,
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(dtype),
-        mapped=_mapped.times(query, arrays.value.shape[-1]),
     )
     return call, (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
 

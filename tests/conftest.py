@@ -1,5 +1,6 @@
 """Shared by all tests: the two precisions, comparison against float64, and how much the property tests draw."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -89,12 +90,22 @@ def x64():
         yield
 
 
+@contextlib.contextmanager
+def token_by_token(states):
+    """Calls without gradients whose states have up to so many numbers go token by token on a CPU, as small ones do."""
+    from ejkernel.kernels.chunks import token_walk
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_walk, "LARGEST_STATE", states)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def by_chunks():
     """Recurrences go by chunks, as everywhere but with small states on a CPU; tests of the other walk ask for it."""
-    from ejkernel.kernels.chunks import faster_walk
-
-    with faster_walk.forced(by_tokens=False):
+    with token_by_token(states=0):
         yield
 
 

@@ -21,7 +21,7 @@ import ejkernel
 from ejkernel import parallel
 from ejkernel.bench import hlo
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
-from ejkernel.kernels.linear_recurrence.phases import of_walks
+from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
 from ejkernel.parallel import _exchange
 
 DEVICES = len(jax.devices())
@@ -44,7 +44,7 @@ CASES = [
 
 # those of XLA, and of kernels that walk a call as a whole: here XLA's walk stands for theirs, beside another platform's
 XLA = IMPLEMENTATIONS[-1]
-WALKS = replace(XLA, phases=of_walks(XLA.run))
+WALKS = replace(XLA, phases=phases_from_reversed_runs(XLA.run))
 WHOLE = replace(WALKS, phases=None, devices=("tpu",))
 
 

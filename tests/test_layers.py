@@ -11,7 +11,7 @@ ROOT = Path(ejkernel.__file__).parent
 LAYERS = (
     ("ejkernel._checks", "ejkernel._command_line", "ejkernel._drawing", "ejkernel._sharding", "ejkernel.bench.timing"),
     ("ejkernel.xla_utils",),
-    ("ejkernel._dispatch", "ejkernel._mapped"),
+    ("ejkernel._dispatch",),
     (
         "ejkernel.kernels._differentiable",
         "ejkernel.kernels._launch",

@@ -1,6 +1,6 @@
 """A call of a recurrence in two phases each way, of which the first needs no states from outside.
 
-Where these come late, as those from other devices do, they travel between the phases.
+Where start states come late, as those from other devices do, they travel between the phases.
 """
 
 import functools
@@ -19,16 +19,17 @@ Run = Callable[..., Results]
 
 @dataclass(frozen=True)
 class Phases:
-    """Inputs are the arrays that a `Call` lists, up to the initial state; what is `kept` is for the way back.
+    """`inputs` are the arrays of a call in their order, without initial state; `start` are the start states.
 
     Attributes:
-        begin: `begin(call, inputs, cu_seqlens)`: a memory for `finish`, and what the tokens do to states: those that
-            they add `[N, H, K, V]`, or for the delta rule matrices and these `[N, H, K, K + V]`.
-        finish: `finish(call, inputs, cu_seqlens, memory, start)`: the output, and what is kept.
-        begin_back: `begin_back(call, inputs, cu_seqlens, start, kept, d_output)`: a memory for `finish_back`, and what
-            the output alone gives of the cotangent of `start`.
-        finish_back: `finish_back(call, inputs, cu_seqlens, start, kept, memory, (d_output, d_end))`: the inputs'
-            cotangents.
+        begin: `begin(call, inputs, cu_seqlens)`: what `finish` can use again, and what the tokens do to states: the
+            states that they add `[N, H, K, V]`, or for the delta rule matrices and these `[N, H, K, K + V]`.
+        finish: `finish(call, inputs, cu_seqlens, carry, start)`: the output, and residuals for the way back. `carry` is
+            the first result of `begin`.
+        begin_back: `begin_back(call, inputs, cu_seqlens, start, residuals, d_output)`: what `finish_back` can use
+            again, and the cotangent of `start` from the output alone.
+        finish_back: `finish_back(call, inputs, cu_seqlens, start, residuals, carry, (d_output, d_final))`: cotangents
+            of the inputs. `carry` is the first result of `begin_back`.
     """
 
     begin: Callable[..., tuple[Any, jax.Array]]
@@ -37,20 +38,20 @@ class Phases:
     finish_back: Callable[..., tuple[Any, ...]]
 
 
-def of(implementation: Implementation) -> Phases:
-    """Its own, or one run of it for each."""
-    return implementation.phases or of_whole(implementation.run)
+def phases_of(implementation: Implementation) -> Phases:
+    """Its own phases, or one run of it for each."""
+    return implementation.phases or phases_from_run(implementation.run)
 
 
-@functools.cache  # equal ones are the same, so that nothing is traced again
-def of_whole(run: Run) -> Phases:
+@functools.cache  # the same function gives the same phases, so that nothing is traced again
+def phases_from_run(run: Run) -> Phases:
     """The phases of `run(call, *arrays)`, which does everything at once: each is one run of it."""
 
     def begin(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:
         return None, run(call, *inputs, None, cu_seqlens)[1]
 
     def finish(
-        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, memory: None, start: jax.Array
+        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, carry: None, start: jax.Array
     ) -> tuple[jax.Array, Any]:
         (output, _), pull = jax.vjp(lambda inputs, start: run(call, *inputs, start, cu_seqlens), inputs, start)
         return output, pull
@@ -71,7 +72,7 @@ def of_whole(run: Run) -> Phases:
         cu_seqlens: jax.Array | None,
         start: jax.Array,
         pull: Any,
-        memory: None,
+        carry: None,
         cotangents: Results,
     ) -> tuple[Any, ...]:
         return pull(cotangents)[0]

@@ -179,7 +179,7 @@ def _phased(
     def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, first: jax.Array) -> Any:
         memory, keeping, added = spread.recurrence.begin(implementation, call, inputs, cu_seqlens)
         final, start, keeping = spread.exchange(call.reverse)(first, keeping, added)
-        output, kept = _phases.of(implementation).finish(call, inputs, cu_seqlens, memory, start)
+        output, kept = _phases.phases_of(implementation).finish(call, inputs, cu_seqlens, memory, start)
         return (output, final, start, keeping), kept
 
     branches = {device: partial(run, each) for device, each in spread.chosen}
@@ -199,7 +199,7 @@ def _phased_back(spread: _Spread, call: Any, residuals: Any, cotangents: Result)
     def run(
         number: int, implementation: Implementation, arrays: Any, kept: Any, d_output: jax.Array, d_final: jax.Array
     ) -> Any:
-        phases, (inputs, cu_seqlens, start, keeping) = _phases.of(implementation), arrays
+        phases, (inputs, cu_seqlens, start, keeping) = _phases.phases_of(implementation), arrays
         given = call, inputs, cu_seqlens, start, kept[number]
         memory, d_start = phases.begin_back(*given, d_output)
         d_initial, d_end = exchange.mirrored(d_final, keeping, d_start)

@@ -15,7 +15,7 @@ from ejkernel._dispatch import Implementation
 from ejkernel.delta_rule import bind
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
-from ejkernel.kernels.delta_rule.phases import of_wide_states
+from ejkernel.kernels.delta_rule.phases import phases_from_wide_states
 from ejkernel.parallel import _tokens
 from ejkernel.parallel._exchange import Algebra
 from ejkernel.parallel._tokens import Arrays, Result
@@ -107,7 +107,7 @@ def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
 ) -> tuple[Any, jax.Array, jax.Array]:
-    phases = implementation.phases or of_wide_states(implementation.run)
+    phases = implementation.phases or phases_from_wide_states(implementation.run)
     memory, effect = phases.begin(call, inputs, cu_seqlens)
     return memory, *_parts(effect)
 

@@ -123,7 +123,7 @@ def _check(arrays: Arrays) -> _checks.LinearAttention:
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
 ) -> tuple[Any, LogDecays, jax.Array]:
-    memory, added = _phases.of(implementation).begin(call, inputs, cu_seqlens)
+    memory, added = _phases.phases_of(implementation).begin(call, inputs, cu_seqlens)
     log_decay, value_log_decay = inputs[3:]
     return memory, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
 

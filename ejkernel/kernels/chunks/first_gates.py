@@ -1,7 +1,7 @@
-"""Initial states as the first tokens' gates leave them. The walk then takes these gates for 0.
+"""Initial states multiplied by the gates of sequences' first tokens. The walk over tokens then takes these gates for 0.
 
-So no factor reaches back beyond a sequence's first token: without a state there, or with zeros, a gate whose `exp` is
-infinite would give 0 · inf.
+So no decay factor inside a walk reaches back beyond a sequence's first token. If it did, a gate whose `exp` overflows
+would multiply a state of zeros there: 0 · inf.
 """
 
 from typing import Protocol
@@ -9,20 +9,19 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _varying
-from ejkernel.kernels.chunks.walk import Call
+from ejkernel.kernels.chunks.walk import Call, zero_states
 
 Gates = tuple[jax.Array | None, jax.Array | None]
 
 
 class Inputs(Protocol):
-    """What is read here of a call's arrays."""
+    """What is read here of a call's named arrays."""
 
     @property
     def query(self) -> jax.Array: ...
     @property
     def gates(self) -> Gates:
-        """Of keys, by `call.decay` `[N, H]` if constant, else `[B, T, H]` or `[B, T, H, K]`, and of values."""
+        """Log decays of key dims, `[N, H]`, `[B, T, H]` or `[B, T, H, K]` by `call.decay`, and of value dims."""
         ...
 
     @property
@@ -30,24 +29,21 @@ class Inputs(Protocol):
 
 
 def initial_states(call: Call, inputs: Inputs) -> jax.Array:
-    """Initial states `[N, H, K, V]`."""
-    if inputs.initial_state is not None:
-        return inputs.initial_state.astype(call.state_dtype)
-    shape = (call.sequences, call.heads, call.key_dim, call.value_dim)
-    return _varying.like(jnp.zeros(shape, call.state_dtype), inputs.query)
-
-
-def entered(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> tuple[jax.Array | None, jax.Array]:
-    """What sequences are entered with, if there are initial states, and that or zeros."""
-    first = initial_states(call, inputs)
+    """Initial states `[N, H, K, V]`, or zeros."""
     if inputs.initial_state is None:
-        return None, first
-    starts = entering_states(call, first, inputs.gates, cu_seqlens)
-    return starts, starts
+        return zero_states(call, inputs.query)
+    return inputs.initial_state.astype(call.state_dtype)
+
+
+def start_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
+    """The states that sequences start from, after their first gates, or `None` without initial states."""
+    if inputs.initial_state is None:
+        return None
+    return entering_states(call, inputs.initial_state, inputs.gates, cu_seqlens)
 
 
 def entering_states(call: Call, states: jax.Array, gates: Gates, cu_seqlens: jax.Array | None) -> jax.Array:
-    """What sequences with these initial states are entered with."""
+    """Initial states `[N, H, K, V]` after the gates of their sequences' first tokens."""
     by_key, by_value = gates
     if by_key is not None:
         constant = call.decay == "constant"
@@ -57,30 +53,18 @@ def entering_states(call: Call, states: jax.Array, gates: Gates, cu_seqlens: jax
     return decayed(states.astype(call.state_dtype), *beside_states(call, by_key, by_value))
 
 
-def through_first_gates(
-    call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, d_gates: Gates, d_entering: jax.Array
-) -> tuple[Gates, jax.Array | None]:
-    """Cotangents of all gates and of initial states, from those of the other gates and of `entering_states`."""
-    state = inputs.initial_state
-    if state is None:
-        return d_gates, None
-    _, pull = jax.vjp(lambda state, gates: entering_states(call, state, gates, cu_seqlens), state, inputs.gates)
-    d_state, d_first = pull(d_entering)
-    return jax.tree.map(jnp.add, d_first, d_gates), d_state
-
-
 def beside_states(call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None = None) -> list[jax.Array]:
-    """The gates that there are of a token, `[N, H]` or `[N, H, K]` by `call.decay` and `[N, H, V]`, beside states."""
-    found = []
+    """One token's log decays, `[N, H]` or `[N, H, K]` by `call.decay` and `[N, H, V]`, as they multiply states."""
+    gates = []
     if log_decay is not None:
-        found.append(log_decay[..., None] if call.decay == "key" else log_decay[..., None, None])
+        gates.append(log_decay[..., None] if call.decay == "key" else log_decay[..., None, None])
     if value_log_decay is not None:
-        found.append(value_log_decay[..., None, :])
-    return found
+        gates.append(value_log_decay[..., None, :])
+    return gates
 
 
 def of_first_tokens(call: Call, gates: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """The gates `[B, T, ...]` of the token that each sequence begins with, `[N, ...]`; 0 where it has none."""
+    """The gates `[N, ...]` of each sequence's first token, from `[B, T, ...]`; 0 for sequences without tokens."""
     if cu_seqlens is None:
         return gates[:, -1 if call.reverse else 0]
     at = cu_seqlens[1:] - 1 if call.reverse else cu_seqlens[:-1]
@@ -106,16 +90,15 @@ def decayed(state: jax.Array, *gates: jax.Array) -> jax.Array:
 
 @decayed.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    # a gate's derivative is what it leaves of the state: taken factor by factor it could be 0 · inf
-    left, moved = decayed(*primals), decayed(tangents[0], *primals[1:])
-    for moving in tangents[1:]:
-        moved = moved + left * moving.astype(left.dtype)
-    return left, moved
+    # the derivative by a gate is the decayed state itself: taken factor by factor it could be 0 · inf
+    state, d_state = decayed(*primals), decayed(tangents[0], *primals[1:])
+    for d_gate in tangents[1:]:
+        d_state = d_state + state * d_gate.astype(state.dtype)
+    return state, d_state
 
 
 def _scaled(state: jax.Array, log_decay: jax.Array) -> jax.Array:
-    """`state · exp(log_decay)`, in two factors where `exp` has no number for one: so a zero stays zero."""
+    """`state · exp(log_decay)`, in two factors where one would overflow: so a zero stays zero."""
     largest = 88.0 if state.dtype == jnp.float32 else 709.0
-    within = log_decay < largest
-    beyond = jnp.where(within, 0, jnp.minimum(log_decay - largest, largest))
-    return state * jnp.exp(jnp.where(within, log_decay, largest)) * jnp.exp(beyond)
+    beyond = jnp.clip(log_decay - largest, 0, largest)
+    return state * jnp.exp(jnp.minimum(log_decay, largest)) * jnp.exp(beyond)

@@ -19,8 +19,6 @@ class Call(Protocol):
     @property
     def batch(self) -> int: ...
     @property
-    def mapped(self) -> int: ...
-    @property
     def tokens(self) -> int: ...
     @property
     def heads(self) -> int: ...
@@ -63,19 +61,16 @@ def chunk_size(call: Call) -> int:
     return size
 
 
-def likely_rows(call: Call) -> int:
-    """The batch, to choose by, with what `vmap` adds to it; 1 for one that is known only when the program runs."""
-    return call.mapped * (1 if export.is_symbolic_dim(call.batch) else call.batch)
-
-
 def together(call: Call) -> int:
     """How many chunks are visited in one step, a power of two.
 
-    They are computed together as long as an array of theirs has no more numbers than `LARGEST_STEP`: then XLA's
-    price for starting an operation, and not the operation, is what small ones cost on a CPU.
+    An array of theirs has at most `LARGEST_STEP` numbers: below that, an operation on a CPU costs little more than to
+    start it.
     """
     C = chunk_size(call)
-    numbers = likely_rows(call) * call.heads * C * max(call.key_dim, call.value_dim)
+    # a batch that is known only when the program runs counts as 1
+    rows = 1 if export.is_symbolic_dim(call.batch) else call.batch
+    numbers = rows * call.heads * C * max(call.key_dim, call.value_dim)
     most = min(-(-call.tokens // C), LARGEST_STEP // numbers, 8)
     return 1 << (max(most, 1).bit_length() - 1)
 
@@ -138,11 +133,11 @@ def put_together(call: Call, where: Chunks, cu_seqlens: jax.Array | None, pieces
     """Undoes `cut` for all chunks at once: `[chunks, B, C, ...]` to `[B, T, ...]`, 0 for tokens of no sequence."""
     C, T = chunk_size(call), call.tokens
     if cu_seqlens is None:
-        rest, pieces = T % C, pieces[: -(-T // C)]
-        last = pieces[-1][:, C - rest :] if rest else pieces[-1]
-        full = jnp.moveaxis(pieces[:-1] if rest else pieces, 0, 1)
+        remainder, pieces = T % C, pieces[: -(-T // C)]
+        last = pieces[-1][:, C - remainder :] if remainder else pieces[-1]
+        full = jnp.moveaxis(pieces[:-1] if remainder else pieces, 0, 1)
         full = full.reshape(call.batch, full.shape[1] * C, *pieces.shape[3:])
-        return jnp.concatenate([full, last], 1) if rest else full
+        return jnp.concatenate([full, last], 1) if remainder else full
     token = jnp.arange(T, dtype=cu_seqlens.dtype)
     sequence = prepare_sequence_ids(cu_seqlens, total_tokens=T)
     real = sequence < call.sequences

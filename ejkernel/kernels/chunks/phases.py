@@ -1,12 +1,10 @@
-"""A recurrence that walks its chunks in two phases each way, for states that are known late.
+"""A recurrence on XLA in two phases each way, for start states that are known late.
 
-The first phase finds what chunks do to any state and composes it. The second takes the right state through all of them,
-and computes everything else.
+The first phase computes what chunks do to any state and composes it. The second carries the right states through all
+chunks and computes everything else. Nothing else of a chunk is computed twice.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,75 +14,61 @@ from ejkernel.kernels import _varying
 from ejkernel.kernels._phases import Phases
 from ejkernel.kernels.chunks import layout, walk
 from ejkernel.kernels.chunks.first_gates import entering_states
-from ejkernel.kernels.chunks.layout import Chunks
+from ejkernel.kernels.chunks.recurrence import Recurrence, Results
 
 
-@dataclass(frozen=True)
-class Chunkwise:
-    """A recurrence in chunks.
+def phases_from_chunks(recurrence: Recurrence, compose: Callable[..., jax.Array]) -> Phases:
+    """The phases of a recurrence.
 
-    Attributes:
-        inputs: The arrays of a call that have gradients, the initial state last.
-        mathematics: `mathematics(call)`: what a chunk does.
-        chunk_of: `chunk_of(call, inputs, step)`: the arrays of a step's chunks.
-        gradients: `gradients(call, inputs, cu_seqlens, met, cotangents, back)`.
-        effect: `effect(call, inputs, cu_seqlens, passing, where)`: what all chunks do to states, from what takes a
-            state through each.
+    `compose(call, inputs, cu_seqlens, transitions, where)` is what all chunks together do to the states, as
+    `Phases.begin` returns it, from the transition of each.
     """
 
-    inputs: Callable[..., Any]
-    mathematics: Callable[..., Any]
-    chunk_of: Callable[[Any, Any, Chunks], Any]
-    gradients: Callable[..., Any]
-    effect: Callable[..., jax.Array]
-
-
-def of_chunks(op: Chunkwise) -> Phases:
-    """The phases of a recurrence; nothing of a chunk is computed in both but states on their way through."""
+    def prepare(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, start: jax.Array | None) -> Any:
+        named = recurrence.inputs(*inputs, start)
+        return named, recurrence.arrays(call, named, cu_seqlens), layout.chunks(call, cu_seqlens), recurrence.math(call)
 
     def begin(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[Any, jax.Array]:
-        arrays, where = op.inputs(*inputs, None), layout.chunks(call, cu_seqlens)
-        chunk = functools.partial(op.chunk_of, call, arrays)
-        passing = walk.passing_of(call, op.mathematics(call), chunk, where)
-        return passing, op.effect(call, arrays, cu_seqlens, passing, where)
+        named, arrays, where, math = prepare(call, inputs, cu_seqlens, None)
+        transitions = walk.transitions(call, math, arrays, where)
+        return transitions, compose(call, named, cu_seqlens, transitions, where)
 
     def finish(
-        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, passing: Any, start: jax.Array
+        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, transitions: Any, start: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        arrays, where = op.inputs(*inputs, start), layout.chunks(call, cu_seqlens)
-        starts = entering_states(call, start, arrays.gates, cu_seqlens)
-        _, seen = walk.pass_all(call, op.mathematics(call).end, passing, where, starts)
-        chunk = functools.partial(op.chunk_of, call, arrays)
-        # the states that chunks met are kept
-        return walk.outputs(call, op.mathematics(call), chunk, where, seen, cu_seqlens), seen[0]
+        named, arrays, where, math = prepare(call, inputs, cu_seqlens, start)
+        starts = entering_states(call, start, named.gates, cu_seqlens)
+        _, passed = walk.pass_all(call, math.advance, transitions, where, starts)
+        # the residuals are the states at chunks' starts, as in `Recurrence.backward`
+        return walk.outputs(call, math, arrays, where, passed, cu_seqlens), passed[0]
 
     def begin_back(
         call: Any,
         inputs: tuple[Any, ...],
         cu_seqlens: jax.Array | None,
         start: jax.Array,
-        met: jax.Array,
+        residuals: jax.Array,
         d_output: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        arrays, where = op.inputs(*inputs, start), layout.chunks(call, cu_seqlens)
-        chunk, mathematics = functools.partial(op.chunk_of, call, arrays), op.mathematics(call)
-        returning = walk.returning_of(call, mathematics, chunk, where, met, d_output)
-        d_entering, _ = walk.pass_all(call, mathematics.mirror, returning, where, jnp.zeros_like(start), back=True)
-        # first gates do to cotangents on their way out what they do to states
-        return returning, entering_states(call, d_entering, arrays.gates, cu_seqlens)
+        named, arrays, where, math = prepare(call, inputs, cu_seqlens, start)
+        transitions = walk.transitions_back(call, math, arrays, where, residuals, d_output)
+        d_starts, _ = walk.pass_all(call, math.advance_back, transitions, where, jnp.zeros_like(start), back=True)
+        # first gates multiply cotangents of states as they do states
+        return transitions, entering_states(call, d_starts, named.gates, cu_seqlens)
 
     def finish_back(
         call: Any,
         inputs: tuple[Any, ...],
         cu_seqlens: jax.Array | None,
         start: jax.Array,
-        met: jax.Array,
-        returning: Any,
-        cotangents: tuple[jax.Array, jax.Array],
+        residuals: jax.Array,
+        transitions: Any,
+        cotangents: Results,
     ) -> tuple[Any, ...]:
-        arrays, where = op.inputs(*inputs, start), layout.chunks(call, cu_seqlens)
-        d_end = _varying.like(cotangents[1].astype(call.state_dtype), arrays.query)
-        back = walk.pass_all(call, op.mathematics(call).mirror, returning, where, d_end, back=True)
-        return tuple(op.gradients(call, arrays, cu_seqlens, met, (cotangents[0], d_end), back))[:-1]
+        named, _, where, math = prepare(call, inputs, cu_seqlens, start)
+        d_final = _varying.like(cotangents[1].astype(call.state_dtype), named.query)
+        passed = walk.pass_all(call, math.advance_back, transitions, where, d_final, back=True)
+        d_inputs = recurrence.backward(call, named, cu_seqlens, residuals, (cotangents[0], d_final), passed)
+        return tuple(d_inputs)[:-1]
 
     return Phases(begin, finish, begin_back, finish_back)

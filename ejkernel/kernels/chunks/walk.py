@@ -1,12 +1,15 @@
-"""The walk over chunks, one after the other, that every recurrence takes, and the way back of its gradient.
+"""The walk over a recurrence's chunks, one after the other, and the walk back of its gradient.
 
 `forward` and `backward` do all of it in one loop. Where the states that sequences start from are known late, the same
-is done in parts: what chunks do to any state (`passing_of`, `returning_of`), states through all chunks (`pass_all`),
-and the rest of the chunks' work (`outputs`, `backward` told what they met).
+is done in parts: what each chunk does to any state (`transitions`, `transitions_back`), states through all chunks
+(`pass_all`), and the rest of the chunks' work (`outputs`, and `backward` with what `pass_all` found).
+
+A `step` is the chunks that are computed together, see `layout.together`; `rows` are the batch's, 1 if packed.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,8 +22,10 @@ from ejkernel.kernels.chunks import layout
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.chunks.scores import Einsum
 
-# The cotangent of the state at a chunk's end, from what takes it to that at its start, with what that found.
-Mirror = Callable[[Any], tuple[jax.Array, Any]]
+# `carry_back(transition)`: the cotangent of the state at a chunk's end, and what `advance_back` returned beside it.
+CarryBack = Callable[[Any], tuple[jax.Array, Any]]
+# A recurrence's arrays of tokens by name: `[B, T, heads, ·]` of a call, `[rows · chunks, H, C, ·]` of a step's chunks.
+Arrays = Any
 
 
 class Call(layout.Call, Protocol):
@@ -36,21 +41,28 @@ class Call(layout.Call, Protocol):
     def state_dtype(self) -> np.dtype: ...
 
 
-class Mathematics(Protocol):
-    """What a recurrence does with one chunk; a module has it.
+@dataclass(frozen=True)
+class ChunkMath:
+    """What a recurrence does with one chunk.
 
-    `effect` is all that can be known of a chunk without the state at its start. Its `passing` is what `end` needs to
-    take a state to the chunk's end; what this finds on its way and others need is the second of what it gives. `output`
-    is what the tokens read of a state, told this too. `backward` gives the cotangents of the chunk's arrays from those
-    of the unscaled output and of the state at the chunk's end; the latter it is told by `mirrored`, once it has said by
-    what `mirror` takes it on to that of the state at the chunk's start, with what `mirror` found on its way.
+    Attributes:
+        effect: `effect(chunk, einsum)`: all that can be computed without the state at the chunk's start. Its attribute
+            `transition` is what `advance` needs.
+        advance: `advance(transition, state, einsum)`: the state at the chunk's end, and what else `output` needs.
+        output: `output(effect, state, extra, einsum)`: what the tokens read, unscaled, from the state at the chunk's
+            start and the second result of `advance`.
+        advance_back: `advance_back(transition, d_state, einsum)`: the cotangent of the state at the chunk's start from
+            that at its end, and what else `backward` needs.
+        backward: `backward(chunk, state, d_output, carry_back, einsum)`: cotangents of the chunk's arrays, from that of
+            the unscaled output. It passes its transition to the callback `carry_back`, which returns the cotangent of
+            the state at the chunk's end and the second result of `advance_back`.
     """
 
-    def effect(self, chunk: Any, einsum: Einsum) -> Any: ...
-    def end(self, passing: Any, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, Any]: ...
-    def output(self, effect: Any, state: jax.Array, found: Any, einsum: Einsum) -> jax.Array: ...
-    def mirror(self, passing: Any, d_state: jax.Array, einsum: Einsum) -> tuple[jax.Array, Any]: ...
-    def backward(self, chunk: Any, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Any: ...
+    effect: Callable[..., Any]
+    advance: Callable[..., tuple[jax.Array, Any]]
+    output: Callable[..., jax.Array]
+    advance_back: Callable[..., tuple[jax.Array, Any]]
+    backward: Callable[..., Any]
 
 
 def einsum_of(call: Call) -> Einsum:
@@ -66,9 +78,9 @@ def _einsum(precision: lax.Precision) -> Einsum:
 
 
 class States(NamedTuple):
-    """What a walk carries: the state of the sequence it is in and, if packed, those that sequences ended with.
+    """The carry of a walk: the current state and, if packed, the final states of sequences so far.
 
-    The latter are written and never read on the way, or XLA would copy all of them at every chunk.
+    The latter are written and never read during the walk, or XLA would copy all of them at every chunk.
     """
 
     current: jax.Array  # [rows, H, K, V]
@@ -78,20 +90,26 @@ class States(NamedTuple):
     def final(self) -> jax.Array:
         return self.current if self.ends is None else self.ends
 
-    def after(self, left: jax.Array, chunk: Chunks) -> "States":
-        """States after a chunk that leaves this one."""
+    def after(self, state: jax.Array, chunk: Chunks) -> "States":
+        """The carry after a chunk that ends with `state`."""
         if self.ends is None:
-            return States(left, None)
-        return States(left, lax.dynamic_update_slice_in_dim(self.ends, left, chunk.sequence, 0))
+            return States(state, None)
+        return States(state, lax.dynamic_update_slice_in_dim(self.ends, state, chunk.sequence, 0))
 
 
-def met_by(call: Call, states: States, chunk: Chunks, starts: jax.Array | None, new: jax.Array) -> jax.Array:
-    """The state that a chunk meets: its sequence's start, or zeros, where that is `new`."""
-    met = states.current
+def _initial_carry(call: Call, starts: jax.Array) -> States:
+    """The carry of a walk through sequences that start from `starts [N, H, K, V]`."""
+    # sequences without a chunk end as they start
+    return States(jnp.zeros_like(starts[:1]), starts) if call.packed else States(starts, None)
+
+
+def _state_at_chunk(call: Call, states: States, chunk: Chunks, starts: jax.Array | None, first: jax.Array) -> jax.Array:
+    """The state at a chunk's start: the carried one or, if it is the `first` of its sequence, the sequence's."""
+    state = states.current
     if not call.packed:
-        return met
-    start = jnp.zeros_like(met) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
-    return jnp.where(new, start.astype(met.dtype), met)
+        return state
+    start = jnp.zeros_like(state) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
+    return jnp.where(first, start.astype(state.dtype), state)
 
 
 def _by_steps(x: Any, together: int) -> Any:
@@ -104,13 +122,13 @@ def _flat(x: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
 
 
-def rows_first(x: jax.Array) -> jax.Array:
+def _rows_first(x: jax.Array) -> jax.Array:
     """`[chunks, rows, ...]` as `[rows · chunks, ...]`: in this order rows that are sharded stay where they are."""
     return _flat(jnp.swapaxes(x, 0, 1))
 
 
-def by_chunk(x: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `rows_first`."""
+def _chunks_first(x: jax.Array, chunks: int) -> jax.Array:
+    """Undoes `_rows_first`."""
     return jnp.swapaxes(x.reshape(-1, chunks, *x.shape[1:]), 0, 1)
 
 
@@ -120,226 +138,225 @@ def _pass(
     step: Chunks,
     starts: jax.Array | None,
     advance: Callable[[Any, jax.Array], tuple[jax.Array, Any]],
-    passing: Any,
+    transition: Any,
     back: bool,
 ) -> tuple[States, tuple[jax.Array, Any]]:
-    """States after a step that `advance(passing, state)` takes them through chunk by chunk, and what each chunk met.
+    """Carries states through a step's chunks by `advance(transition, state)`.
 
-    The latter is `[chunks, rows, H, K, V]`, and with it comes what was found on the way. The first chunk of sequence
-    `n`, or `back` its last, meets `starts[n]`, or zeros.
+    The first chunk of sequence `n` (its last if `back`) starts from `starts[n]`, or from zeros. Returns the carry, and
+    with a leading axis of chunks the state `[chunks, rows, H, K, V]` at each one's start and what `advance` returned
+    beside the next.
     """
 
     def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, tuple[jax.Array, Any]]:
-        chunk, passing = each
-        met = met_by(call, states, chunk, starts, chunk.last if back else chunk.first)
-        left, found = advance(passing, met)
-        return states.after(left, chunk), (met, found)
+        chunk, transition = each
+        state = _state_at_chunk(call, states, chunk, starts, chunk.last if back else chunk.first)
+        following, extra = advance(transition, state)
+        return states.after(following, chunk), (state, extra)
 
     rows, chunks = states.current.shape[0], len(step.start)
 
     def split(x: jax.Array) -> jax.Array:
-        return by_chunk(jnp.broadcast_to(x, (rows * chunks, *x.shape[1:])), chunks)
+        return _chunks_first(jnp.broadcast_to(x, (rows * chunks, *x.shape[1:])), chunks)
 
-    each = step, jax.tree.map(split, passing)
+    each = step, jax.tree.map(split, transition)
     return lax.scan(visit, states, each, reverse=call.reverse != back, unroll=True)
 
 
-def cut(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
-    """The tokens of a step's chunks as they are visited, `[rows · chunks, H, C, ·]`, in the dtype of the states."""
-    x = jnp.moveaxis(rows_first(layout.cut(call, step, x).astype(call.state_dtype)), 2, 1)
+def map_gates(function: Callable[[jax.Array], jax.Array], arrays: Arrays) -> Arrays:
+    """`arrays` with `function` applied to the log decays among them."""
+    names = [name for name in ("log_decay", "value_log_decay") if getattr(arrays, name, None) is not None]
+    return arrays._replace(**{name: function(getattr(arrays, name)) for name in names})
+
+
+def _cut(call: Call, arrays: Arrays, step: Chunks) -> Arrays:
+    """The arrays of a step's chunks as they are visited, `[rows · chunks, H, C, ·]`, in the dtype of the states.
+
+    A sequence's first gates are 0: its start state has them already, see `first_gates`.
+    """
+    chunk = jax.tree.map(functools.partial(_cut_array, call, step), arrays)
+    return _without_first_gates(call, step, chunk)
+
+
+def _cut_array(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(_rows_first(layout.cut(call, step, x).astype(call.state_dtype)), 2, 1)
     x = jnp.repeat(x, call.heads // x.shape[1], axis=1)
     return jnp.flip(x, 2) if call.reverse else x
 
 
-def by_token(call: Call, flags: jax.Array) -> jax.Array:
-    """`[chunks, C]` of a step beside what `cut` gives."""
-    chunks, C = flags.shape
-    flags = jnp.broadcast_to(flags[None], (call.batch, chunks, C)).reshape(call.batch * chunks, 1, C, 1)
-    return jnp.flip(flags, 2) if call.reverse else flags
-
-
-def without_first(call: Call, step: Chunks, gates: Any) -> Any:
-    """Gates as `cut` gives them, or cotangents, 0 for first tokens: these are in the states that are entered with."""
-    first = by_token(call, layout.first_visited(call, step))
-    return jax.tree.map(lambda x: jnp.where(first, 0, x), gates)
-
-
-def of_dims(call: Call, log_decay: jax.Array | None) -> jax.Array | None:
-    """The log decays of tokens, `[B, T, H, 1 or K]`."""
-    return log_decay if log_decay is None or call.decay == "key" else log_decay[..., None]
+def _without_first_gates(call: Call, step: Chunks, chunk: Arrays) -> Arrays:
+    """A step's arrays, or their cotangents, with 0 for the gates of sequences' first tokens."""
+    first = layout.first_visited(call, step)
+    first = jnp.broadcast_to(first[None], (call.batch, *first.shape)).reshape(-1, 1, first.shape[1], 1)
+    first = jnp.flip(first, 2) if call.reverse else first
+    return map_gates(lambda x: jnp.where(first, 0, x), chunk)
 
 
 def forward(
     call: Call,
-    mathematics: Mathematics,
-    chunk: Callable[[Chunks], Any],
+    math: ChunkMath,
+    arrays: Arrays,
     starts: jax.Array | None,
-    first: jax.Array,
     cu_seqlens: jax.Array | None,
     keep_states: bool,
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """The results and, if kept, the states that chunks meet `[chunks, rows, H, K, V]`.
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """The results and, if kept, the states at chunks' starts `[chunks, rows, H, K, V]`.
 
-    `chunk` gives the arrays of a step's chunks; sequences are entered with `starts`, or with zeros if there are none;
-    `first [N, H, K, V]` is either.
+    Sequences start from `starts [N, H, K, V]`, which have their first gates in them, or from zeros.
     """
     where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together(call)
 
     def visit(states: States, step: Chunks) -> tuple[States, Any]:
-        effects = mathematics.effect(chunk(step), einsum)
-        advance = functools.partial(mathematics.end, einsum=einsum)
-        states, (met, found) = _pass(call, states, step, starts, advance, effects.passing, back=False)
-        output = _output(call, mathematics, effects, met, found)
-        return states, (output, met if keep_states else None)
+        effects = math.effect(_cut(call, arrays, step), einsum)
+        advance = functools.partial(math.advance, einsum=einsum)
+        states, (chunk_states, extra) = _pass(call, states, step, starts, advance, effects.transition, back=False)
+        output = _output(call, math, effects, chunk_states, extra)
+        return states, (output, chunk_states if keep_states else None)
 
     # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
     # of different chunks at once, each of which it runs on one core. More would outgrow the caches.
     unroll = 1 if keep_states else max(1, 4 // together)
-    states, kept = lax.scan(
-        visit, entered(call, first), _by_steps(where, together), reverse=call.reverse, unroll=unroll
-    )
-    pieces, met = _flat(kept)
-    return (layout.put_together(call, where, cu_seqlens, pieces), states.final), met
+    carry = _initial_carry(call, zero_states(call, arrays.query) if starts is None else starts)
+    states, stacked = lax.scan(visit, carry, _by_steps(where, together), reverse=call.reverse, unroll=unroll)
+    pieces, chunk_states = _flat(stacked)
+    return (layout.put_together(call, where, cu_seqlens, pieces), states.final), chunk_states
 
 
-def entered(call: Call, first: jax.Array) -> States:
-    """What a walk begins with, `first [N, H, K, V]` being what sequences are entered with."""
-    # sequences without a chunk end as they begin
-    return States(jnp.zeros_like(first[:1]), first) if call.packed else States(first, None)
+def zero_states(call: Call, like: jax.Array) -> jax.Array:
+    """States `[N, H, K, V]` of zeros that vary over the mesh axes that `like` does."""
+    shape = (call.sequences, call.heads, call.key_dim, call.value_dim)
+    return _varying.like(jnp.zeros(shape, call.state_dtype), like)
 
 
-def _output(call: Call, mathematics: Mathematics, effects: Any, met: jax.Array, found: Any) -> jax.Array:
+def _output(call: Call, math: ChunkMath, effects: Any, chunk_states: jax.Array, extra: Any) -> jax.Array:
     """What the tokens of a step's chunks read, `[chunks, rows, C, H, V]`."""
-    output = mathematics.output(effects, rows_first(met), jax.tree.map(rows_first, found), einsum_of(call))
+    output = math.output(effects, _rows_first(chunk_states), jax.tree.map(_rows_first, extra), einsum_of(call))
     output = jnp.flip(output, 2) if call.reverse else output
-    return by_chunk(jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype), len(met))
+    return _chunks_first(jnp.moveaxis(call.scale * output, 1, 2).astype(call.dtype), len(chunk_states))
 
 
-def passing_of(call: Call, mathematics: Mathematics, chunk: Callable[[Chunks], Any], where: Chunks) -> Any:
-    """What takes a state through each step's chunks, `[steps, …]`."""
+def transitions(call: Call, math: ChunkMath, arrays: Arrays, where: Chunks) -> Any:
+    """What carries a state through each step's chunks, `[steps, …]`."""
 
     def visit(step: Chunks) -> Any:
-        return mathematics.effect(chunk(step), einsum_of(call)).passing
+        return math.effect(_cut(call, arrays, step), einsum_of(call)).transition
 
     return lax.map(visit, _by_steps(where, layout.together(call)))
 
 
-def returning_of(
-    call: Call,
-    mathematics: Mathematics,
-    chunk: Callable[[Chunks], Any],
-    where: Chunks,
-    met: jax.Array,
-    d_output: jax.Array,
+def transitions_back(
+    call: Call, math: ChunkMath, arrays: Arrays, where: Chunks, chunk_states: jax.Array, d_output: jax.Array
 ) -> Any:
-    """What takes the cotangent of a state back through each step's chunks, `[steps, …]`."""
+    """What carries the cotangent of a state back through each step's chunks, `[steps, …]`."""
     einsum = einsum_of(call)
 
     def visit(step: tuple[Chunks, jax.Array]) -> Any:
-        chunks, met = step
-        said = []
+        chunks, states = step[0], _rows_first(step[1])
+        passed = []
 
-        def mirrored(passing: Any) -> tuple[jax.Array, Any]:
-            said.append(passing)
-            return mathematics.mirror(passing, jnp.zeros_like(rows_first(met)), einsum)
+        def carry_back(transition: Any) -> tuple[jax.Array, Any]:
+            passed.append(transition)
+            return math.advance_back(transition, jnp.zeros_like(states), einsum)
 
-        # of which nothing but what it says is used, so that XLA leaves out the rest
-        mathematics.backward(chunk(chunks), rows_first(met), _d_output(call, chunks, d_output), mirrored, einsum)
-        return said[0]
+        # only the value passed to `carry_back` is used; XLA removes the rest
+        math.backward(_cut(call, arrays, chunks), states, _d_output(call, chunks, d_output), carry_back, einsum)
+        return passed[0]
 
-    return lax.map(visit, _by_steps((where, met), layout.together(call)))
+    return lax.map(visit, _by_steps((where, chunk_states), layout.together(call)))
 
 
 def pass_all(
     call: Call,
     advance: Callable[..., tuple[jax.Array, Any]],
-    passing: Any,
+    transition: Any,
     where: Chunks,
     starts: jax.Array,
     back: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-    """The states that sequences end with, and what chunks meet `[chunks, rows, H, K, V]` and find on the way.
+    """Carries states through all chunks by `advance(transition, state, einsum)`, from `starts [N, H, K, V]`.
 
-    `advance(passing, state, einsum)`, which may be a recurrence's `end`, takes them through a chunk. Sequences are
-    entered with `starts [N, H, K, V]`; `back` at their ends, on the way to their starts.
+    Returns the states of sequences after their last chunk, and for all chunks the states `[chunks, rows, H, K, V]` at
+    their starts and what `advance` returned beside the next. `back` goes from the ends of sequences to their starts.
     """
-    together = len(where.start) // len(jax.tree.leaves(passing)[0])
+    together = len(where.start) // len(jax.tree.leaves(transition)[0])
     advance = functools.partial(advance, einsum=einsum_of(call))
 
     def visit(states: States, step: tuple[Chunks, Any]) -> tuple[States, Any]:
         return _pass(call, states, step[0], starts, advance, step[1], back)
 
-    steps = _by_steps(where, together), passing
-    states, seen = lax.scan(visit, entered(call, starts), steps, reverse=call.reverse != back)
-    return states.final, _flat(seen)
+    steps = _by_steps(where, together), transition
+    states, stacked = lax.scan(visit, _initial_carry(call, starts), steps, reverse=call.reverse != back)
+    return states.final, _flat(stacked)
 
 
 def outputs(
     call: Call,
-    mathematics: Mathematics,
-    chunk: Callable[[Chunks], Any],
+    math: ChunkMath,
+    arrays: Arrays,
     where: Chunks,
-    seen: tuple[jax.Array, Any],
+    passed: tuple[jax.Array, Any],
     cu_seqlens: jax.Array | None,
 ) -> jax.Array:
-    """The output, from what chunks meet and what was found on the way."""
+    """The output, from the second result of `pass_all`."""
 
     def visit(step: tuple[Chunks, tuple[jax.Array, Any]]) -> jax.Array:
-        chunks, seen = step
-        return _output(call, mathematics, mathematics.effect(chunk(chunks), einsum_of(call)), *seen)
+        chunks, passed = step
+        return _output(call, math, math.effect(_cut(call, arrays, chunks), einsum_of(call)), *passed)
 
-    pieces = lax.map(visit, _by_steps((where, seen), layout.together(call)))
+    pieces = lax.map(visit, _by_steps((where, passed), layout.together(call)))
     return layout.put_together(call, where, cu_seqlens, _flat(pieces))
 
 
 def _d_output(call: Call, chunks: Chunks, d_output: jax.Array) -> jax.Array:
     """The cotangent of what a step's chunks read, unscaled."""
-    return call.scale * cut(call, chunks, d_output)
+    return call.scale * _cut_array(call, chunks, d_output)
 
 
 def backward(
     call: Call,
-    mathematics: Mathematics,
-    chunk: Callable[[Chunks], Any],
-    give: Callable[[Chunks, Any], Any],
-    met: jax.Array,
+    math: ChunkMath,
+    arrays: Arrays,
+    chunk_states: jax.Array,
     cu_seqlens: jax.Array | None,
     cotangents: tuple[jax.Array, jax.Array],
     stateful: bool,
-    back: tuple[jax.Array, tuple[jax.Array, Any]] | None = None,
-) -> tuple[Any, jax.Array]:
-    """What `give(chunks, gradients)` makes of all steps, `[chunks, ...]`, and cotangents of the states entered with.
+    passed: tuple[jax.Array, tuple[jax.Array, Any]] | None = None,
+) -> tuple[Arrays, jax.Array]:
+    """Cotangents of the arrays, and of the states that sequences start from.
 
-    Those of packed calls are only right if `stateful`: nobody else needs them. `back` is what `pass_all` gave on the
-    way back, if that is behind us.
+    The latter are only right for packed calls if `stateful`. `passed` is what `pass_all` returned on its way back, if
+    it went before.
     """
-    d_output, d_final = cotangents[0], _varying.like(cotangents[1].astype(call.state_dtype), met)
-    d_entering, seen = (None, None) if back is None else back
+    d_output, d_final = cotangents[0], _varying.like(cotangents[1].astype(call.state_dtype), chunk_states)
+    d_starts, known = (None, None) if passed is None else passed
     where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together(call)
 
-    def visit(d_states: States, step: Any) -> tuple[States, Any]:
-        chunks, met, known = step
+    def visit(d_states: States, step: Any) -> tuple[States, Arrays]:
+        chunks, states, known = step
 
-        def mirrored(passing: Any) -> tuple[jax.Array, Any]:
+        def carry_back(transition: Any) -> tuple[jax.Array, Any]:
             nonlocal d_states
             if known is not None:
-                return jax.tree.map(rows_first, known)
-            advance = functools.partial(mathematics.mirror, einsum=einsum)
-            d_states, found = _pass(call, d_states, chunks, d_final, advance, passing, back=True)
-            return jax.tree.map(rows_first, found)
+                return jax.tree.map(_rows_first, known)
+            advance = functools.partial(math.advance_back, einsum=einsum)
+            d_states, stacked = _pass(call, d_states, chunks, d_final, advance, transition, back=True)
+            return jax.tree.map(_rows_first, stacked)
 
-        do = _d_output(call, chunks, d_output)
-        grads = mathematics.backward(chunk(chunks), rows_first(met), do, mirrored, einsum)
-        return d_states, give(chunks, grads)
+        chunk, do = _cut(call, arrays, chunks), _d_output(call, chunks, d_output)
+        d_chunk = math.backward(chunk, _rows_first(states), do, carry_back, einsum)
+        d_chunk = _without_first_gates(call, chunks, d_chunk)
+        return d_states, jax.tree.map(functools.partial(_uncut, call), arrays, d_chunk)
 
     ends = d_final if stateful else None
     d_states = States(jnp.zeros_like(d_final[:1]), ends) if call.packed else States(d_final, None)
-    d_states, given = lax.scan(visit, d_states, _by_steps((where, met, seen), together), reverse=not call.reverse)
-    return _flat(given), d_states.final if d_entering is None else d_entering
+    steps = _by_steps((where, chunk_states, known), together)
+    d_states, pieces = lax.scan(visit, d_states, steps, reverse=not call.reverse)
+    d_arrays = jax.tree.map(functools.partial(layout.put_together, call, where, cu_seqlens), _flat(pieces))
+    return d_arrays, d_states.final if d_starts is None else d_starts
 
 
-def heads_last(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
-    """A step's cotangents of `like [B, T, heads, ...]`, `[chunks, B, C, ...]`: heads that share one are summed."""
+def _uncut(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
+    """A step's cotangents of `like [B, T, heads, ...]` as `[chunks, B, C, heads, ...]`, summed over shared heads."""
     heads = like.shape[2]
     x = x.reshape(x.shape[0], heads, call.heads // heads, *x.shape[2:]).sum(2)
     x = jnp.moveaxis(jnp.flip(x, 2) if call.reverse else x, 1, 2).astype(like.dtype)

@@ -1,8 +1,9 @@
 """What is fixed when a call of the delta rule is traced."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -11,19 +12,11 @@ Decay = Literal["none", "head", "key"]
 
 @dataclass(frozen=True)
 class Call:
-    """Static facts of one call; the arrays travel beside it, positionally, in this order:
+    """Static facts of one call.
 
-    | array | shape |
-    |---|---|
-    | `query` | `[B, T, ·, K]` |
-    | `key` | `[B, T, ·, K]` |
-    | `value` | `[B, T, ·, V]`; each of the three has a number of heads of its own that divides `H` |
-    | `beta` | `[B, T, H]` |
-    | `log_decay` | by `decay`: `None`; `head` `[B, T, H]`; `key` `[B, T, H, K]` |
-    | `initial_state` | `[N, H, K, V]` or `None` for zeros |
-    | `cu_seqlens` | `[N + 1]` with `B = 1`, or `None`: then every row is one sequence and `N = B` |
-
-    and the results are the output `[B, T, H, V]` in `dtype` and the final states `[N, H, K, V]`.
+    Its arrays travel beside it: those of `Inputs` in their order, then `cu_seqlens`, `[N + 1]` with `B = 1`, or `None`,
+    if every row is one sequence and `N = B`. The results are the output `[B, T, H, V]` in `dtype` and the final states
+    `[N, H, K, V]`.
     """
 
     batch: int
@@ -37,7 +30,6 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
-    mapped: int = 1  # how many of it `vmap` makes, as far as the front sees
 
     # of a chunk's tokens; 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
     largest_chunk: ClassVar[int] = 32
@@ -51,3 +43,22 @@ class Call:
     def state_dtype(self) -> np.dtype:
         """States and everything summed over tokens are kept in float32, or float64 for float64 input."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call that have gradients, or their cotangents.
+
+    Query, key and value each have a number of heads that divides `H`.
+    """
+
+    query: jax.Array  # [B, T, heads, K]
+    key: jax.Array  # [B, T, heads, K]
+    value: jax.Array  # [B, T, heads, V]
+    beta: jax.Array  # [B, T, H]
+    log_decay: jax.Array | None  # by `Call.decay`: None; head [B, T, H]; key [B, T, H, K]
+    initial_state: jax.Array | None  # [N, H, K, V]; None for zeros
+
+    @property
+    def gates(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Log decays of key dims and of value dims, which have none."""
+        return self.log_decay, None

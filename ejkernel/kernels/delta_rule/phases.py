@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._phases import Phases, Run, of_whole
+from ejkernel.kernels._phases import Phases, Run, phases_from_run
 from ejkernel.kernels.delta_rule.call import Call
 
 
 @cache
-def of_wide_states(run: Run) -> Phases:
-    """Those of `run`: what it makes of the unit matrix, if all values are 0, is what it multiplies a state by.
+def phases_from_wide_states(run: Run) -> Phases:
+    """The phases of `run`: from a unit matrix, with values of 0, it ends with the matrix that it multiplies states by.
 
-    So one run finds both this and the state that is added, from states `[I, 0]` with values `[0, v]`.
+    So one run from states `[I, 0]` with values `[0, v]` ends with both this matrix and the state that is added.
     """
 
     def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:
@@ -26,4 +26,4 @@ def of_wide_states(run: Run) -> Phases:
         unit = jnp.broadcast_to(jnp.eye(K, K + V, dtype=call.state_dtype), (N, H, K, K + V))
         return None, run(wide, query, key, values, *gates, unit, cu_seqlens)[1]
 
-    return replace(of_whole(run), begin=begin)
+    return replace(phases_from_run(run), begin=begin)

@@ -1,4 +1,4 @@
-"""The phases of an implementation that walks a call as a whole: each way, one walk that is for the states alone."""
+"""The phases of an implementation that runs a call as a whole: on the way back, one run is for states alone."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._phases import Phases, Run, of_whole
+from ejkernel.kernels._phases import Phases, Run, phases_from_run
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 
 @cache
-def of_walks(run: Run) -> Phases:
-    """Those of `run`: cotangents of states are the states of a walk the other way, in which queries write.
+def phases_from_reversed_runs(run: Run) -> Phases:
+    """The phases of `run`: cotangents of states are the states of a run in the other direction, in which queries write.
 
-    So finding them takes a walk forward, a third of what the gradient takes.
+    So they take a forward run, a third of what the gradient takes.
     """
 
     def begin_back(
@@ -25,7 +25,7 @@ def of_walks(run: Run) -> Phases:
         inputs: tuple[Any, ...],
         cu_seqlens: jax.Array | None,
         start: jax.Array,
-        kept: Any,
+        residuals: Any,
         d_output: jax.Array,
     ) -> tuple[None, jax.Array]:
         query, key, _, log_decay, value_log_decay = inputs
@@ -34,14 +34,14 @@ def of_walks(run: Run) -> Phases:
             log_decay = _shifted(call, log_decay, cu_seqlens)
         gates = log_decay, _shifted(call, value_log_decay, cu_seqlens)
         back = replace(call, reverse=not call.reverse)
-        _, d_entering = run(back, key, query, d_output, *gates, None, cu_seqlens)
-        return None, entering_states(call, call.scale * d_entering, inputs[3:], cu_seqlens)
+        _, d_starts = run(back, key, query, d_output, *gates, None, cu_seqlens)
+        return None, entering_states(call, call.scale * d_starts, inputs[3:], cu_seqlens)
 
-    return replace(of_whole(run), begin_back=begin_back)
+    return replace(phases_from_run(run), begin_back=begin_back)
 
 
 def _shifted(call: Call, gates: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array | None:
-    """Each token's gates `[B, T, …]` become those of the one that is visited after it, in its sequence."""
+    """For each token the gates `[B, T, …]` of the one that is visited next in its sequence, or 0."""
     if gates is None:
         return None
     shifted = jnp.roll(gates, 1 if call.reverse else -1, 1)
@@ -50,5 +50,5 @@ def _shifted(call: Call, gates: jax.Array | None, cu_seqlens: jax.Array | None) 
     if cu_seqlens is not None:
         sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
         last |= sequence != jnp.roll(sequence, 1 if call.reverse else -1)
-    # whatever another sequence's are, and infinities
+    # selected, not multiplied: gates of another sequence may be anything
     return jnp.where(last.reshape(1, -1, *(1,) * (gates.ndim - 2)), 0, shifted)

@@ -12,11 +12,11 @@ import numpy as np
 
 from ejkernel.kernels.chunks.scores import Einsum, Pairs, gate_gradient, pairs, total_decay
 from ejkernel.kernels.chunks.triangular import inverse
-from ejkernel.kernels.chunks.walk import Mirror
+from ejkernel.kernels.chunks.walk import CarryBack, ChunkMath
 
 
-class Chunk(NamedTuple):
-    """One chunk's arrays, heads repeated where they are shared."""
+class Arrays(NamedTuple):
+    """Arrays of tokens, or their cotangents; shapes are those of a chunk, with shared heads repeated."""
 
     query: jax.Array  # [B, H, C, K]
     key: jax.Array  # [B, H, C, K]
@@ -25,20 +25,10 @@ class Chunk(NamedTuple):
     log_decay: jax.Array | None  # [B, H, C, 1] or [B, H, C, K]
 
 
-class Gradients(NamedTuple):
-    """Cotangents of a chunk's arrays."""
+class Transition(NamedTuple):
+    """What takes a state `S` to the chunk's end: `decay S + writtenᵀ u`, where `u = solution (value - recalled S)`."""
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    beta: jax.Array
-    log_decay: jax.Array | None
-
-
-class Passing(NamedTuple):
-    """What takes a state `S` to the chunk's end: `kept S + writtenᵀ u`, where `u = solution (value - recalled S)`."""
-
-    kept: jax.Array  # [B, H, 1 or K, 1]
+    decay: jax.Array  # [B, H, 1 or K, 1]
     written: jax.Array  # keys, decayed to the chunk's end [B, H, C, K]
     solution: jax.Array  # of the system, for right sides without beta [B, H, C, C]
     value: jax.Array  # [B, H, C, V]
@@ -50,20 +40,20 @@ class Effect(NamedTuple):
 
     query: jax.Array  # decayed from the chunk's start [B, H, C, K]
     scores: jax.Array  # [B, H, C, C]
-    passing: Passing
+    transition: Transition
 
 
-class Returning(NamedTuple):
+class TransitionBack(NamedTuple):
     """What takes the cotangent `dS` of the state at the chunk's end to that at its start.
 
-    `kept dS + read - recalledᵀ dr`, where `dr = solutionᵀ (du + written dS)` is the right sides' cotangent.
+    `decay dS + read - recalledᵀ dr`, where `dr = solutionᵀ (du + written dS)` is the right sides' cotangent.
     """
 
-    kept: jax.Array
+    decay: jax.Array
     written: jax.Array
     solution: jax.Array  # (I + beta overlaps)⁻¹
-    du: jax.Array  # what comes of the output [B, H, C, V]
-    read: jax.Array  # what comes of the output [B, H, K, V]
+    du: jax.Array  # through the output [B, H, C, V]
+    read: jax.Array  # through the output [B, H, K, V]
     recalled: jax.Array  # with beta
 
 
@@ -75,50 +65,51 @@ class _System(NamedTuple):
     inverse: jax.Array  # (I + beta overlaps)⁻¹
 
 
-def _system(chunk: Chunk, einsum: Einsum) -> _System:
+def _system(chunk: Arrays, einsum: Einsum) -> _System:
     between = pairs(chunk.key, chunk.log_decay, einsum)
     overlaps = jnp.where(_earlier(chunk), between.scores(chunk.key), 0)
     return _System(between, overlaps, inverse(chunk.beta * overlaps, einsum))
 
 
-def _earlier(chunk: Chunk) -> np.ndarray:
+def _earlier(chunk: Arrays) -> np.ndarray:
     return np.tri(chunk.query.shape[-2], k=-1, dtype=bool)
 
 
-def effect(chunk: Chunk, einsum: Einsum) -> Effect:
+def effect(chunk: Arrays, einsum: Einsum) -> Effect:
     """What a chunk does, whatever the state at its start."""
     between, _, solution = _system(chunk, einsum)
-    kept, k = total_decay(chunk.log_decay)[..., None], chunk.key
-    passing = Passing(kept, k * between.until, solution * chunk.beta.mT, chunk.value, k * between.since)
-    return Effect(chunk.query * between.since, between.scores(chunk.query), passing)
+    decay, k = total_decay(chunk.log_decay)[..., None], chunk.key
+    transition = Transition(decay, k * between.until, solution * chunk.beta.mT, chunk.value, k * between.since)
+    return Effect(chunk.query * between.since, between.scores(chunk.query), transition)
 
 
-def end(passing: Passing, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
+def advance(transition: Transition, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
     """The state at the chunk's end, and what tokens really add."""
-    wanted = passing.value - einsum("...tk,...kv->...tv", passing.recalled, state)
-    u = einsum("...ts,...sv->...tv", passing.solution, wanted)
-    return passing.kept * state + einsum("...tk,...tv->...kv", passing.written, u), u
+    wanted = transition.value - einsum("...tk,...kv->...tv", transition.recalled, state)
+    u = einsum("...ts,...sv->...tv", transition.solution, wanted)
+    return transition.decay * state + einsum("...tk,...tv->...kv", transition.written, u), u
 
 
-def mirror(passing: Returning, d_state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
+def advance_back(transition: TransitionBack, d_state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
     """The cotangent of the state at the chunk's start, and that of the system's right sides."""
-    du = passing.du + einsum("...tk,...kv->...tv", passing.written, d_state)
-    dr = einsum("...ts,...tv->...sv", passing.solution, du)
-    return passing.kept * d_state + passing.read - einsum("...tk,...tv->...kv", passing.recalled, dr), dr
+    du = transition.du + einsum("...tk,...kv->...tv", transition.written, d_state)
+    dr = einsum("...ts,...tv->...sv", transition.solution, du)
+    through = transition.decay * d_state + transition.read
+    return through - einsum("...tk,...tv->...kv", transition.recalled, dr), dr
 
 
-def compose(passing: Passing, later: jax.Array, einsum: Einsum) -> tuple[jax.Array, None]:
+def compose(transition: Transition, later: jax.Array, einsum: Einsum) -> tuple[jax.Array, None]:
     """What the chunk and those after it do to a state, from what `later` ones do: `[B, H, K + V, K]`, transposed.
 
     The rows are of the matrix that a state is multiplied by, then of the state that is added. In this direction, the
     latter costs no more than a product with the values.
     """
-    K = passing.recalled.shape[-1]
-    du = einsum("...tk,...kj->...tj", passing.written, later[..., :K, :])
-    dr = einsum("...ts,...tj->...sj", passing.solution, du)
-    read = jnp.concatenate([-passing.recalled, passing.value], -1)
-    kept = jnp.concatenate([passing.kept * later[..., :K, :], later[..., K:, :]], -2)
-    return kept + einsum("...tk,...tj->...kj", read, dr), None
+    K = transition.recalled.shape[-1]
+    du = einsum("...tk,...kj->...tj", transition.written, later[..., :K, :])
+    dr = einsum("...ts,...tj->...sj", transition.solution, du)
+    read = jnp.concatenate([-transition.recalled, transition.value], -1)
+    decayed = jnp.concatenate([transition.decay * later[..., :K, :], later[..., K:, :]], -2)
+    return decayed + einsum("...tk,...tj->...kj", read, dr), None
 
 
 def output(effect: Effect, state: jax.Array, u: jax.Array, einsum: Einsum) -> jax.Array:
@@ -127,8 +118,8 @@ def output(effect: Effect, state: jax.Array, u: jax.Array, einsum: Einsum) -> ja
     return read + einsum("...ts,...sv->...tv", effect.scores, u)
 
 
-def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Gradients:
-    """Cotangents, from those of the unscaled output and of the state at the chunk's end, which `mirrored` knows."""
+def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: CarryBack, einsum: Einsum) -> Arrays:
+    """Cotangents of the chunk's arrays, from those of the unscaled output and of the state at the chunk's end."""
     q, k, v, beta, do = *chunk[:4], d_output
     between, overlaps, solution = _system(chunk, einsum)
     since, until = between.since, between.until
@@ -138,7 +129,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     du = einsum("...ts,...tv->...sv", scores, do)
     read = einsum("...tk,...tv->...kv", q * since, do)
     total = total_decay(chunk.log_decay)[..., None]
-    d_state, dr = mirrored(Returning(total, k * until, solution, du, read, beta * (k * since)))
+    d_state, dr = carry_back(TransitionBack(total, k * until, solution, du, read, beta * (k * since)))
     d_scores = einsum("...tv,...sv->...ts", do, u)
     # strictly below: a token's own key crosses no gate and meets itself in the system's diagonal, which is 1
     d_below = jnp.where(_earlier(chunk), -einsum("...tv,...sv->...ts", dr, u), 0)
@@ -160,4 +151,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
     dq = dq_pairs + dq_state + own * k
     dk = dk_read + dk_row + dk_column + dk_start + dk_end + own * q
-    return Gradients(dq, dk, beta * dr, d_beta, da)
+    return Arrays(dq, dk, beta * dr, d_beta, da)
+
+
+MATH = ChunkMath(effect, advance, output, advance_back, backward)

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels._phases import of_whole
+from ejkernel.kernels._phases import phases_from_run
 from ejkernel.kernels.chunks.folding import foldable
 from ejkernel.kernels.linear_recurrence import pallas
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas import passes, plan
 
-_WHOLE = of_whole(pallas.run)
+_WHOLE = phases_from_run(pallas.run)
 
 
 def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:

@@ -13,12 +13,12 @@ from ejkernel.kernels._phases import Phases
 from ejkernel.kernels.chunks.folding import foldable
 from ejkernel.kernels.linear_recurrence import triton
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.phases import of_walks
+from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
 from ejkernel.kernels.linear_recurrence.triton import passes
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # of gates of value dims, whose kernels run a call as a whole
-_OTHERS = of_walks(triton.run)
+_OTHERS = phases_from_reversed_runs(triton.run)
 
 
 def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[Any, jax.Array]:

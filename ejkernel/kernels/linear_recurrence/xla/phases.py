@@ -1,20 +1,20 @@
-"""The gated linear recurrence in two phases each way; states are taken through chunks by sums of matrices alone."""
+"""The gated linear recurrence in two phases each way."""
 
 from typing import Any
 
 import jax
 
-from ejkernel.kernels.chunks import walk
-from ejkernel.kernels.chunks.first_gates import initial_states
 from ejkernel.kernels.chunks.layout import Chunks
-from ejkernel.kernels.chunks.phases import Chunkwise, of_chunks
-from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.xla.recurrence import Inputs, chunk_of, gradients, mathematics
+from ejkernel.kernels.chunks.phases import phases_from_chunks
+from ejkernel.kernels.chunks.walk import pass_all, zero_states
+from ejkernel.kernels.linear_recurrence.call import Call, Inputs
+from ejkernel.kernels.linear_recurrence.xla import one_chunk
+from ejkernel.kernels.linear_recurrence.xla.recurrence import RECURRENCE
 
 
-def _added(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, passing: Any, where: Chunks) -> jax.Array:
-    """The states that tokens add; by what they multiply one, their gates tell."""
-    return walk.pass_all(call, mathematics(call).end, passing, where, initial_states(call, inputs))[0]
+def _added(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, transitions: Any, where: Chunks) -> jax.Array:
+    """The states that tokens add, `[N, H, K, V]`; the gates alone say by what they multiply one."""
+    return pass_all(call, one_chunk.advance, transitions, where, zero_states(call, inputs.query))[0]
 
 
-PHASES = of_chunks(Chunkwise(Inputs, mathematics, chunk_of, gradients, _added))
+PHASES = phases_from_chunks(RECURRENCE, _added)

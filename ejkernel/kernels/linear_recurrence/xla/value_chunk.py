@@ -3,19 +3,19 @@
 So each pair of blocks is read on its own, with its values decayed to the border and its outputs from there.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.blocks import Decays, all_decays, halves, in_first, in_second
 from ejkernel.kernels.chunks.scores import Einsum, gate_gradient, total_decay
-from ejkernel.kernels.chunks.walk import Mirror
-from ejkernel.kernels.linear_recurrence.xla.one_chunk import Chunk, Effect, Gradients, end, mirror, output
-
-# states pass a chunk, and are read, as they are there
-__all__ = ["backward", "effect", "end", "mirror", "output"]
+from ejkernel.kernels.chunks.walk import CarryBack
+from ejkernel.kernels.linear_recurrence.xla import one_chunk
+from ejkernel.kernels.linear_recurrence.xla.one_chunk import Arrays, Effect
 
 
-def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
+def _decays(chunk: Arrays) -> tuple[dict[int, Decays], dict[int, Decays]]:
     """Of the key dims (one for all of them where they share it) and of the value dims, in blocks of 1, 2, 4, …, C."""
     assert chunk.value_log_decay is not None
     log_decay = chunk.log_decay
@@ -24,11 +24,11 @@ def _decays(chunk: Chunk) -> tuple[dict[int, Decays], dict[int, Decays]]:
     return all_decays(log_decay, 1), all_decays(chunk.value_log_decay, 1)
 
 
-def _total_decay(chunk: Chunk) -> jax.Array:
+def _total_decay(chunk: Arrays) -> jax.Array:
     return total_decay(chunk.log_decay)[..., :, None] * total_decay(chunk.value_log_decay)[..., None, :]
 
 
-def effect(chunk: Chunk, einsum: Einsum) -> Effect:
+def effect(chunk: Arrays, einsum: Einsum) -> Effect:
     """As `one_chunk.effect`."""
     q, k, v = chunk[:3]
     by_key, by_value = _decays(chunk)
@@ -45,7 +45,7 @@ def effect(chunk: Chunk, einsum: Einsum) -> Effect:
     return Effect(q * a.since, b.since, within, _total_decay(chunk), written)
 
 
-def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirror, einsum: Einsum) -> Gradients:
+def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: CarryBack, einsum: Einsum) -> Arrays:
     """As `one_chunk.backward`."""
     assert chunk.value_log_decay is not None
     q, k, v, do = *chunk[:3], d_output
@@ -67,7 +67,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
         output = output + in_second(einsum("...ts,...sv->...tv", scores, values)) * b.since
     a, b = by_key[C], by_value[C]
     total = _total_decay(chunk)
-    d_state, _ = mirrored((total, einsum("...tk,...tv->...kv", q * a.since, do * b.since)))
+    d_state, _ = carry_back((total, einsum("...tk,...tv->...kv", q * a.since, do * b.since)))
     dq_state = einsum("...tv,...kv->...tk", do * b.since, state) * a.since
     dk_state = einsum("...tv,...kv->...tk", v * b.until, d_state) * a.until
     dv_state = einsum("...tk,...kv->...tv", k * a.until, d_state) * b.until
@@ -79,4 +79,7 @@ def backward(chunk: Chunk, state: jax.Array, d_output: jax.Array, mirrored: Mirr
     db = gate_gradient(chunk.value_log_decay, do * output - v * dv, v * dv_state, through.sum(-2), einsum)
     own_score, d_own_score = (q * k).sum(-1, keepdims=True), (do * v).sum(-1, keepdims=True)
     dq, dk, dv = dq + dq_state + d_own_score * k, dk + dk_state + d_own_score * q, dv + dv_state + own_score * do
-    return Gradients(dq, dk, dv, da, db)
+    return Arrays(dq, dk, dv, da, db)
+
+
+MATH = replace(one_chunk.MATH, effect=effect, backward=backward)
