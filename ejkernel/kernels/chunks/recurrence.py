@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels import _varying
+from ejkernel.kernels import _differentiable, _varying
+from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels.chunks import token_walk, walk
 from ejkernel.kernels.chunks.first_gates import initial_states, start_states
 
@@ -42,7 +43,7 @@ class Recurrence:
             return output, initial_states(call, inputs)
         if call.tokens == 1 and not call.packed:
             return token_walk.step(call, self.write, self.arrays(call, inputs, None), initial_states(call, inputs))
-        return differentiable_recurrence(self, call, inputs, cu_seqlens)
+        return _differentiable.call(OP, (self, call), (inputs, cu_seqlens))
 
     def forward(self, call: Any, inputs: Any, cu_seqlens: jax.Array | None) -> Results:
         """The results in the fastest way; `forward_by_chunks` is the one that JAX itself can differentiate."""
@@ -89,20 +90,29 @@ class Recurrence:
         return self.arrays(call, inputs, cu_seqlens), start_states(call, inputs, cu_seqlens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def differentiable_recurrence(recurrence: Recurrence, call: Any, inputs: Any, cu_seqlens: jax.Array | None) -> Results:
-    """The results; gradients are the recurrence's own."""
-    return recurrence.forward(call, inputs, cu_seqlens)
+def _forward(static: tuple[Recurrence, Any], operands: Any) -> Results:
+    recurrence, call = static
+    return recurrence.forward(call, *operands)
 
 
-def _forward(recurrence: Recurrence, call: Any, inputs: Any, cu_seqlens: jax.Array | None) -> tuple[Results, Any]:
-    results, residuals = recurrence.forward_with_residuals(call, inputs, cu_seqlens)
-    return results, (inputs, cu_seqlens, residuals)
+def _with_residuals(static: tuple[Recurrence, Any], operands: Any) -> tuple[Results, Any]:
+    recurrence, call = static
+    return recurrence.forward_with_residuals(call, *operands)
 
 
-def _backward(recurrence: Recurrence, call: Any, saved: Any, cotangents: Results) -> tuple[Any, None]:
-    inputs, cu_seqlens, residuals = saved
-    return recurrence.backward(call, inputs, cu_seqlens, residuals, cotangents), None
+def _backward(static: tuple[Recurrence, Any], operands: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
+    (recurrence, call), (inputs, cu_seqlens), (d_output, d_final) = static, operands, cotangents
+    query = inputs.query
+    if d_output is None:
+        shape = (call.batch, call.tokens, call.heads, call.value_dim)
+        d_output = _varying.like(jnp.zeros(shape, call.dtype), query)
+    d_final = walk.zero_states(call, query) if d_final is None else d_final
+    return recurrence.backward(call, inputs, cu_seqlens, residuals, (d_output, d_final)), None
 
 
-differentiable_recurrence.defvjp(_forward, _backward)
+def _reference(static: tuple[Recurrence, Any], operands: Any) -> Results:
+    recurrence, call = static
+    return recurrence.forward_by_chunks(call, *operands)
+
+
+OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_forward)

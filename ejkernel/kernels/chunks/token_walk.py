@@ -52,8 +52,9 @@ def forward(
             # the first gates are in the state already
             token = map_gates(lambda x: jnp.where(i == low, 0, x.astype(call.state_dtype)), token)
             for gate in _beside_states(token):
-                # what is 0 stays so, even if a factor overflows
-                state = jnp.where(state == 0, state, jnp.exp(_dithered(gate, at)) * state)
+                factor = jnp.exp(_dithered(gate, at))
+                # what is 0 stays so, even if a factor overflows; its tangent decays as any other
+                state = jnp.where((state == 0) & (factor == jnp.inf), state, factor * state)
             state = write(call, token, state)
             read = _read(call, token.query, state)
             return state, lax.dynamic_update_slice_in_dim(output, read, at, 1, allow_negative_indices=False)
