@@ -1,10 +1,9 @@
 """The delta rule: linear attention that corrects what its memory recalls, with no gate, one a head or one a key dim."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _checks
+from ejkernel import _bind, _checks
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
@@ -97,8 +96,6 @@ def gated_delta_rule(
         >>> query = key = value = jnp.ones((2, 100, 4, 64))
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8), -0.1)
         >>> output, state = gated_delta_rule(query, key, value, g, beta, normalize=True)
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
     arrays = _checks.delta_rule(query, key, value, beta, g, "H", initial_state, cu_seqlens)
     return _run(arrays, "head", softmax_scale, reverse, normalize, platform)
@@ -131,8 +128,6 @@ def kda(
         >>> query = key = value = jnp.ones((2, 100, 4, 64))
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8, 64), -0.1)
         >>> output, state = kda(query, key, value, g, beta, normalize=True)
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
     arrays = _checks.delta_rule(query, key, value, beta, g, "H K", initial_state, cu_seqlens)
     return _run(arrays, "key", softmax_scale, reverse, normalize, platform)
@@ -159,30 +154,10 @@ def bind(
     normalize: bool,
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
     """What the cores are called with."""
-    query, key, state = arrays.query, arrays.key, arrays.initial_state
-    (B, T, H), K, V = arrays.beta.shape, query.shape[-1], arrays.value.shape[-1]
-    # without key dims the output is 0 whatever the scale
-    scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
+    query, key = arrays.query, arrays.key
     if _checks.flag("normalize", normalize):
         query, key = (_normalized(x, arrays.state_dtype) for x in (query, key))
-    if isinstance(scale, jax.Array):
-        # perhaps traced: the output is linear in the query too
-        query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
-    if state is not None and state.ndim == 3:
-        state = jnp.broadcast_to(state, (arrays.sequences, *state.shape))
-    call = Call(
-        batch=B,
-        tokens=T,
-        heads=H,
-        key_dim=K,
-        value_dim=V,
-        sequences=arrays.sequences,
-        packed=arrays.cu_seqlens is not None,
-        decay=decay,
-        scale=scale,
-        reverse=_checks.flag("reverse", reverse),
-        dtype=np.dtype(arrays.query.dtype),
-    )
+    call, query, state = _bind.recurrence(Call, arrays, query, softmax_scale, reverse, decay=decay)
     return call, (query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _checks, _sharding
+from ejkernel import _bind, _checks, _sharding
 from ejkernel._dispatch import dispatch
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -79,7 +79,23 @@ def recurrent(
         >>> output.shape, states.shape
         ((150, 8, 64), (3, 8, 64, 64))
     """
-    arrays = _checks.linear_attention(query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens)
+    gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, **gates)
+
+
+def _run(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_scale: float | jax.Array | None,
+    initial_state: jax.Array | None,
+    reverse: bool,
+    cu_seqlens: _checks.Borders | None,
+    platform: str | None,
+    **gates: jax.Array | None,
+) -> Result:
+    """`recurrent` with these of its gates."""
+    arrays = _checks.linear_attention(query, key, value, initial_state=initial_state, borders=cu_seqlens, **gates)
     call, operands = bind(arrays, softmax_scale, reverse)
     output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
     return (output[0] if arrays.unbatched else output), final_state
@@ -89,36 +105,13 @@ def bind(
     arrays: _checks.LinearAttention, softmax_scale: float | jax.Array | None, reverse: bool
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
     """What the cores are called with."""
-    B, T, _, K = arrays.query.shape
-    H, N = arrays.heads, arrays.sequences
-    # without key dims the output is 0 whatever the scale
-    scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
-    query, dtype = arrays.query, arrays.query.dtype
-    if isinstance(scale, jax.Array):
-        # perhaps traced: the output is linear in the query too
-        query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
+    value, gv = arrays.value, arrays.gv
     decay, log_decay = _log_decay(arrays)
-    value_log_decay = arrays.gv
-    if value_log_decay is not None:
-        value_log_decay = jnp.broadcast_to(value_log_decay, (B, T, H, arrays.value.shape[-1]))
-    state = arrays.initial_state
-    if state is not None and state.ndim == 3:
-        state = jnp.broadcast_to(state, (N, *state.shape))
-    call = Call(
-        batch=B,
-        tokens=T,
-        heads=H,
-        key_dim=K,
-        value_dim=arrays.value.shape[-1],
-        sequences=N,
-        packed=arrays.cu_seqlens is not None,
-        decay=decay,
-        value_decay=value_log_decay is not None,
-        scale=scale,
-        reverse=_checks.flag("reverse", reverse),
-        dtype=np.dtype(dtype),
-    )
-    return call, (query, arrays.key, arrays.value, log_decay, value_log_decay, state, arrays.cu_seqlens)
+    if gv is not None:
+        gv = jnp.broadcast_to(gv, (*gv.shape[:-1], value.shape[-1]))
+    facts = {"decay": decay, "value_decay": gv is not None}
+    call, query, state = _bind.recurrence(Call, arrays, arrays.query, softmax_scale, reverse, **facts)
+    return call, (query, arrays.key, value, log_decay, gv, state, arrays.cu_seqlens)
 
 
 def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:
@@ -170,21 +163,9 @@ def recurrent_gla(
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = recurrent_gla(query, key, value, g=jnp.full((2, 100, 8, 64), -0.1))
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    return recurrent(
-        query,
-        key,
-        value,
-        g,
-        g_gamma,
-        softmax_scale=softmax_scale,
-        initial_state=initial_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-    )
+    gates = {"g": g, "g_gamma": g_gamma}
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, **gates)
 
 
 def simple_gla(
@@ -210,20 +191,9 @@ def simple_gla(
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = simple_gla(query, key, value, g=jnp.full((2, 100, 8), -0.1))
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    return recurrent(
-        query,
-        key,
-        value,
-        _checks.gate_per_head(g, query, key, value),
-        softmax_scale=softmax_scale,
-        initial_state=initial_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-    )
+    g = _checks.gate_per_head(g, query, key, value)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g=g)
 
 
 def retention(
@@ -247,20 +217,9 @@ def retention(
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = retention(query, key, value)
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    return recurrent(
-        query,
-        key,
-        value,
-        g_gamma=retention_decay(query, key, value),
-        softmax_scale=softmax_scale,
-        initial_state=initial_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-    )
+    g_gamma = retention_decay(query, key, value)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g_gamma=g_gamma)
 
 
 def retention_decay(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -294,20 +253,9 @@ def lightning_attn(
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = lightning_attn(query, key, value, layer_idx=3, num_layers=12)
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    return recurrent(
-        query,
-        key,
-        value,
-        g_gamma=lightning_decay(query, key, value, layer_idx, num_layers),
-        softmax_scale=softmax_scale,
-        initial_state=initial_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-    )
+    g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g_gamma=g_gamma)
 
 
 def lightning_decay(
@@ -340,16 +288,5 @@ def linear_attention(
         >>> import jax.numpy as jnp
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = linear_attention(query, key, value)
-        >>> output.shape, state.shape
-        ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    return recurrent(
-        query,
-        key,
-        value,
-        softmax_scale=softmax_scale,
-        initial_state=initial_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-    )
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform)

@@ -22,6 +22,7 @@ LAYERS = (
         "ejkernel.kernels.chunks",
     ),
     ("ejkernel.kernels",),
+    ("ejkernel._bind",),
     ("ejkernel.attention", "ejkernel.delta_rule", "ejkernel.linear_attention"),
     ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
     ("ejkernel.demo",),

@@ -1,4 +1,4 @@
-"""What the delta rule takes."""
+"""The arguments of the delta rule."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ejkernel._checks.arrays import floating
-from ejkernel._checks.packing import cu_seqlens
+from ejkernel._checks.recurrence import packed, rows, state, state_dtype
 from ejkernel._checks.values import known_size
 from ejkernel._checks.wording import Dims, fail
 
@@ -25,18 +25,22 @@ class DeltaRule(NamedTuple):
     unbatched: bool
 
     @property
+    def heads(self) -> int:
+        """Of beta, gates, states and output; query, key and value each have a number that divides it."""
+        return self.beta.shape[2]
+
+    @property
     def state_dtype(self) -> np.dtype:
-        """What states are kept in."""
-        return np.dtype(np.float64 if self.query.dtype == np.float64 else np.float32)
+        """The dtype of states."""
+        return state_dtype(self.query)
 
 
 def delta_rule(
     query: Any, key: Any, value: Any, beta: Any, g: Any, gate: str, initial_state: Any, borders: Any
 ) -> DeltaRule:
     """The arguments of the delta rule; `gate` is the pattern of `g` after the tokens, if it has one."""
-    packed = borders is not None
     query = floating("query", query)
-    unbatched = packed and query.ndim == 3
+    unbatched = borders is not None and query.ndim == 3
     lead = "T" if unbatched else "B T"
     dims = Dims()
     # beta says how many heads there are
@@ -54,25 +58,11 @@ def delta_rule(
     if gate:
         arrays["g"] = floating("g", g)
         dims.match("g", arrays["g"], f"{lead} {gate}")
-    rows = "B"
-    if packed:
-        if not unbatched and dims["B"] != 1:
-            fail("cu_seqlens", f"a batch of {dims['B']}", "packed sequences in [1, T, …] or [T, …] arrays")
-        borders = cu_seqlens(borders, dims["T"])
-        rows, dims.sizes["N"] = "N", known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
+    borders = packed(dims, borders, unbatched)
     if initial_state is not None:
-        initial_state = floating("initial_state", initial_state)
-        dims.match("initial_state", initial_state, "H K V", f"{rows} H K V")
+        initial_state = state(dims, initial_state)
     if unbatched:
         arrays = {name: x[None] for name, x in arrays.items()}
-    return DeltaRule(
-        arrays["query"],
-        arrays["key"],
-        arrays["value"],
-        arrays["beta"],
-        arrays.get("g"),
-        initial_state,
-        borders,
-        dims[rows],
-        unbatched,
-    )
+    query, key, value, beta = (arrays[name] for name in ("query", "key", "value", "beta"))
+    sequences = dims[rows(dims)]
+    return DeltaRule(query, key, value, beta, arrays.get("g"), initial_state, borders, sequences, unbatched)

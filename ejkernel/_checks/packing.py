@@ -71,17 +71,17 @@ def _room(argument: str, total: Any, needed: int | None, source: str) -> int:
 
 def segment_ids(ids: Any, sequences: Any) -> tuple[jax.Array, int]:
     """`ids` as an integer array `[B, T]`, and `sequences`, room for its runs of equal ids."""
-    given, runs = array("ids", ids), None
-    if not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(f"ids: got dtype {given.dtype}; expected an integer dtype")
-    if given.ndim != 2:
-        fail("ids", f"shape {given.shape}", "[B, T]")
+    checked, runs = array("ids", ids), None
+    if not jnp.issubdtype(checked.dtype, jnp.integer):
+        raise TypeError(f"ids: got dtype {checked.dtype}; expected an integer dtype")
+    if checked.ndim != 2:
+        fail("ids", f"shape {checked.shape}", "[B, T]")
     if is_concrete(ids):
         # numbered anew, as JAX may count in fewer bits than they have
-        known = np.unique(np.asarray(ids), return_inverse=True)[1].reshape(given.shape).astype(np.int32)
+        known = np.unique(np.asarray(ids), return_inverse=True)[1].reshape(checked.shape).astype(np.int32)
         runs = int(np.count_nonzero(known[:, 1:] != known[:, :-1])) + known[:, :1].size
-        given = jnp.asarray(known)
-    return given, _room("sequences", sequences, runs, "ids")
+        checked = jnp.asarray(known)
+    return checked, _room("sequences", sequences, runs, "ids")
 
 
 def token_mask(mask: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the linear recurrence, its family and the layers of them take."""
+"""The arguments of the linear recurrence, its family and their layers."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ejkernel._checks.wording import Dims, fail, is_concrete
 
 
 def state_dtype(query: Any) -> np.dtype:
-    """What the states of a call, and what is added up over its tokens, are kept in."""
+    """The dtype of states and of sums over tokens."""
     return np.dtype(np.float64 if floating("query", query).dtype == np.float64 else np.float32)
 
 
@@ -39,17 +39,24 @@ class LinearAttention(NamedTuple):
 
     @property
     def state_dtype(self) -> np.dtype:
-        """What states are kept in and gates are added in."""
+        """The dtype of states and of sums of gates."""
         return state_dtype(self.query)
 
 
 def linear_attention(
-    query: Any, key: Any, value: Any, g: Any, g_gamma: Any, gk: Any, gv: Any, initial_state: Any, borders: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    gk: Any = None,
+    gv: Any = None,
+    initial_state: Any = None,
+    borders: Any = None,
 ) -> LinearAttention:
     """The arguments of `recurrent`; `borders` is its `cu_seqlens`."""
-    packed = borders is not None
     query = floating("query", query)
-    unbatched = packed and query.ndim == 3
+    unbatched = borders is not None and query.ndim == 3
     lead = "T" if unbatched else "B T"
     dims = Dims()
     dims.match("query", query, f"{lead} H K")
@@ -68,23 +75,41 @@ def linear_attention(
         if x is not None:
             arrays[name] = floating(name, x)
             dims.match(name, arrays[name], f"{lead} {pattern}")
-    rows = "B"
-    if packed:
-        if not unbatched and dims["B"] != 1:
-            fail("cu_seqlens", f"a batch of {dims['B']}", "packed sequences in [1, T, …] or [T, …] arrays")
-        borders = cu_seqlens(borders, dims["T"])
-        rows, dims.sizes["N"] = "N", known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
+    borders = packed(dims, borders, unbatched)
     if g_gamma is not None:
         g_gamma = floating("g_gamma", g_gamma)
-        dims.match("g_gamma", g_gamma, "H", f"1|{rows} H")
+        dims.match("g_gamma", g_gamma, "H", f"1|{rows(dims)} H")
     if initial_state is not None:
-        initial_state = floating("initial_state", initial_state)
-        dims.match("initial_state", initial_state, "H K V", f"{rows} H K V")
+        initial_state = state(dims, initial_state)
     if unbatched:
         arrays = {name: x[None] for name, x in arrays.items()}
-    tokens = [arrays.get(name) for name in ("query", "key", "value", "g", "gk", "gv")]
-    query, key, value, g, gk, gv = tokens
-    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, dims[rows], unbatched)
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    g, gk, gv = (arrays.get(name) for name in ("g", "gk", "gv"))
+    sequences = dims[rows(dims)]
+    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, sequences, unbatched)
+
+
+def rows(dims: Dims) -> str:
+    """The letter of what has a state of its own: packed sequences, or rows of a batch."""
+    return "N" if "N" in dims.sizes else "B"
+
+
+def packed(dims: Dims, borders: Any, unbatched: bool) -> jax.Array | None:
+    """`cu_seqlens`, if given; `dims` knows `T`, and `B` unless the arrays are `unbatched`, and learns `N`."""
+    if borders is None:
+        return None
+    if not unbatched and dims["B"] != 1:
+        fail("cu_seqlens", f"a batch of {dims['B']}", "packed sequences in [1, T, …] or [T, …] arrays")
+    borders = cu_seqlens(borders, dims["T"])
+    dims.sizes["N"] = known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
+    return borders
+
+
+def state(dims: Dims, x: Any) -> jax.Array:
+    """`initial_state`, one for each sequence or one for all."""
+    x = floating("initial_state", x)
+    dims.match("initial_state", x, "H K V", f"{rows(dims)} H K V")
+    return x
 
 
 def _bind_heads(dims: Dims, counts: dict[str, int]) -> None:
@@ -104,7 +129,7 @@ def heads(query: Any, key: Any, value: Any) -> int:
     if query.ndim not in (3, 4):
         fail("query", f"shape {query.shape}", "[B, T, H, K], or [T, H, K] with cu_seqlens")
     arrays = {"query": query, "key": floating("key", key), "value": floating("value", value)}
-    # other ranks are found wrong later
+    # other ranks are errors later on
     fitting = {name: x for name, x in arrays.items() if x.ndim == query.ndim}
     return max(known_size(name, x.shape[-2], "heads") for name, x in fitting.items())
 
@@ -143,7 +168,7 @@ def layer_input(dims: Dims, x: Any, borders: Any) -> tuple[jax.Array, jax.Array 
 def carried(dims: Dims, argument: str, x: Any, pattern: str) -> jax.Array:
     """`x`, a part of what a layer hands from call to call: an array for each of `B` rows or `N` packed sequences."""
     x = floating(argument, x)
-    dims.match(argument, x, f"{'N' if 'N' in dims.sizes else 'B'} {pattern}")
+    dims.match(argument, x, f"{rows(dims)} {pattern}")
     return x
 
 
@@ -152,5 +177,5 @@ def position(dims: Dims, argument: str, x: Any) -> jax.Array:
     x = array(argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
-    dims.match(argument, x, "N" if "N" in dims.sizes else "B")
+    dims.match(argument, x, rows(dims))
     return x

@@ -59,9 +59,9 @@ def flag(argument: str, x: Any) -> bool:
 
 def floating_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype` as a floating-point NumPy dtype."""
-    found = _dtype(argument, dtype, "a floating-point dtype")
-    precision(argument, found, str(found))
-    return found
+    checked = _dtype(argument, dtype, "a floating-point dtype")
+    precision(argument, checked, str(checked))
+    return checked
 
 
 def precision(argument: str, dtype: np.dtype, got: str) -> None:
@@ -74,10 +74,10 @@ def precision(argument: str, dtype: np.dtype, got: str) -> None:
 
 def integer_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype`, if it is an integer one."""
-    found = _dtype(argument, dtype, "an integer dtype")
-    if not jnp.issubdtype(found, jnp.integer):
-        raise TypeError(f"{argument}: got {found}; expected an integer dtype")
-    return found
+    checked = _dtype(argument, dtype, "an integer dtype")
+    if not jnp.issubdtype(checked, jnp.integer):
+        raise TypeError(f"{argument}: got {checked}; expected an integer dtype")
+    return checked
 
 
 def _dtype(argument: str, dtype: Any, expected: str) -> np.dtype:

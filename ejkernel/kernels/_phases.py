@@ -15,11 +15,13 @@ from ejkernel._dispatch import Implementation
 
 Results = tuple[jax.Array, jax.Array]
 Run = Callable[..., Results]
+Inputs = tuple[Any, ...]  # the arrays of a call in their order, without the initial state
+CuSeqlens = jax.Array | None
 
 
 @dataclass(frozen=True)
 class Phases:
-    """`inputs` are the arrays of a call in their order, without initial state; `start` are the start states.
+    """The phases; `start` are initial states `[N, H, K, V]`.
 
     Attributes:
         begin: `begin(call, inputs, cu_seqlens)`: what `finish` can use again, and what the tokens do to states: the
@@ -47,33 +49,22 @@ def phases_of(implementation: Implementation) -> Phases:
 def phases_from_run(run: Run) -> Phases:
     """The phases of `run(call, *arrays)`, which does everything at once: each is one run of it."""
 
-    def begin(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:
+    def begin(call: Any, inputs: Inputs, cu_seqlens: CuSeqlens) -> tuple[None, jax.Array]:
         return None, run(call, *inputs, None, cu_seqlens)[1]
 
     def finish(
-        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, carry: None, start: jax.Array
+        call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, carry: None, start: jax.Array
     ) -> tuple[jax.Array, Any]:
         (output, _), pull = jax.vjp(lambda inputs, start: run(call, *inputs, start, cu_seqlens), inputs, start)
         return output, pull
 
     def begin_back(
-        call: Any,
-        inputs: tuple[Any, ...],
-        cu_seqlens: jax.Array | None,
-        start: jax.Array,
-        pull: Any,
-        d_output: jax.Array,
+        call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array, pull: Any, d_output: jax.Array
     ) -> tuple[None, jax.Array]:
         return None, pull((d_output, jnp.zeros_like(start)))[1]
 
     def finish_back(
-        call: Any,
-        inputs: tuple[Any, ...],
-        cu_seqlens: jax.Array | None,
-        start: jax.Array,
-        pull: Any,
-        carry: None,
-        cotangents: Results,
+        call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array, pull: Any, carry: None, cotangents: Results
     ) -> tuple[Any, ...]:
         return pull(cotangents)[0]
 

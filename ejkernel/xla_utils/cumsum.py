@@ -57,17 +57,8 @@ def chunk_local_cumsum(
         >>> chunk_local_cumsum(g, 2, cu_seqlens=jnp.array([0, 3, 5])).ravel()
         Array([1., 2., 1., 1., 2.], dtype=float32)
     """
-    return _checked(
-        "g",
-        g,
-        (3, 4),
-        _checks.power_of_two("chunk_size", chunk_size),
-        reverse,
-        cu_seqlens,
-        softmax_scale,
-        head_first,
-        output_dtype,
-    )
+    chunk_size = _checks.power_of_two("chunk_size", chunk_size)
+    return _checked("g", g, (3, 4), chunk_size, reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
 
 
 def chunk_global_cumsum(
@@ -108,17 +99,8 @@ def chunk_local_cumsum_scalar(
         >>> chunk_local_cumsum_scalar(jnp.ones((1, 1, 3)), 2, head_first=True)
         Array([[[1., 2., 1.]]], dtype=float32)
     """
-    return _checked(
-        "g",
-        g,
-        (3,),
-        _checks.power_of_two("chunk_size", chunk_size),
-        reverse,
-        None,
-        softmax_scale,
-        head_first,
-        output_dtype,
-    )
+    chunk_size = _checks.power_of_two("chunk_size", chunk_size)
+    return _checked("g", g, (3,), chunk_size, reverse, None, softmax_scale, head_first, output_dtype)
 
 
 def chunk_local_cumsum_vector(
@@ -137,17 +119,8 @@ def chunk_local_cumsum_vector(
                [2., 2.],
                [1., 1.]], dtype=float32)
     """
-    return _checked(
-        "g",
-        g,
-        (4,),
-        _checks.power_of_two("chunk_size", chunk_size),
-        reverse,
-        None,
-        softmax_scale,
-        head_first,
-        output_dtype,
-    )
+    chunk_size = _checks.power_of_two("chunk_size", chunk_size)
+    return _checked("g", g, (4,), chunk_size, reverse, None, softmax_scale, head_first, output_dtype)
 
 
 def chunk_global_cumsum_scalar(
@@ -209,13 +182,13 @@ def _checked(
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "chunk", "reverse", "dtype"))
-def _cumsum(x: jax.Array, cu: jax.Array | None, scale: ArrayLike | None, **how: Any) -> jax.Array:
-    return _sharding.partitioned(functools.partial(_sum, **how), _sharding.spec_of(x), x, cu, scale)
+def _cumsum(x: jax.Array, cu_seqlens: jax.Array | None, scale: ArrayLike | None, **how: Any) -> jax.Array:
+    return _sharding.partitioned(functools.partial(_sum, **how), _sharding.spec_of(x), x, cu_seqlens, scale)
 
 
 def _sum(
     x: jax.Array,
-    cu: jax.Array | None,
+    cu_seqlens: jax.Array | None,
     scale: ArrayLike | None,
     *,
     axis: int,
@@ -230,14 +203,15 @@ def _sum(
     x = x.astype(jnp.float64 if jnp.float64 in (x.dtype, dtype) else jnp.float32)
     # a reshape moves nothing; the scan only cares what lies before and after time
     x = x.reshape(rows, time, lanes)
-    narrow = (
-        axis == 2 and lanes == 1 != rows
-    )  # one number a head, heads first: a step would gather numbers `time` apart
+    # one number a head, heads first: a step would gather numbers `time` apart
+    narrow = axis == 2 and lanes == 1 != rows
     if narrow:
         x = x.transpose(2, 1, 0)
-    if cu is not None:
-        x = jnp.where((jnp.arange(time, dtype=cu.dtype) < cu[-1])[None, :, None], x, 0)
-    out = _restarting_sum(x, _first(time, cu, chunk, reverse), None if cu is not None else chunk, reverse)
+    if cu_seqlens is not None:
+        x = jnp.where((jnp.arange(time, dtype=cu_seqlens.dtype) < cu_seqlens[-1])[None, :, None], x, 0)
+    out = _restarting_sum(
+        x, _first(time, cu_seqlens, chunk, reverse), None if cu_seqlens is not None else chunk, reverse
+    )
     if narrow:
         out = out.transpose(2, 1, 0)
     if scale is not None:
@@ -245,11 +219,11 @@ def _sum(
     return out.astype(dtype).reshape(shape)
 
 
-def _first(time: int, cu: jax.Array | None, chunk: int | None, reverse: bool) -> jax.Array | None:
+def _first(time: int, cu_seqlens: jax.Array | None, chunk: int | None, reverse: bool) -> jax.Array | None:
     """`[T]` bool: whether a sum restarts at this token, the first of its chunk or sequence that the scan visits."""
-    if cu is None and (chunk is None or chunk >= time):
+    if cu_seqlens is None and (chunk is None or chunk >= time):
         return None
-    position = jnp.arange(time) if cu is None else prepare_position_ids(cu, total_tokens=time)
+    position = jnp.arange(time) if cu_seqlens is None else prepare_position_ids(cu_seqlens, total_tokens=time)
     start = position == 0 if chunk is None else position % chunk == 0
     return _next(start) if reverse else start
 

@@ -43,12 +43,12 @@ def in_second(x: jax.Array) -> jax.Array:
 def all_decays(log_decay: jax.Array, smallest: int) -> dict[int, Decays]:
     """Decays in blocks of `smallest` tokens, of twice that, …, of the whole chunk; products only, so none overflows."""
     step = jnp.exp(log_decay)
-    decays, size, found = Decays(step, jnp.ones_like(step)), 1, {}
+    decays, size, by_size = Decays(step, jnp.ones_like(step)), 1, {}
     while True:
         if size >= smallest:
-            found[size] = decays
+            by_size[size] = decays
         if size == log_decay.shape[-2]:
-            return found
+            return by_size
         decays, size = _widened(decays, size), 2 * size
 
 

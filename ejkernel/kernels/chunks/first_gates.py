@@ -9,7 +9,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.walk import Call, zero_states
+from ejkernel.kernels.chunks.call import Call
+from ejkernel.kernels.chunks.walk import zero_states
 
 Gates = tuple[jax.Array | None, jax.Array | None]
 

@@ -1,39 +1,17 @@
 """Where a call's chunks lie: each inside one sequence, none longer than the chunk size, in the order of the tokens."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
+from ejkernel.kernels.chunks.call import Call
 from ejkernel.xla_utils.utils import prepare_chunk_indices, prepare_chunk_offsets, prepare_sequence_ids
 
 LARGEST_CHUNK = 64
 LARGEST_STEP = 65536  # numbers in an array of the chunks that are computed together; measured on CPUs
-
-
-class Call(Protocol):
-    """What the layout needs to know of a recurrence's call."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def key_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def packed(self) -> bool: ...
-    @property
-    def reverse(self) -> bool: ...
-    @property
-    def largest_chunk(self) -> int: ...
 
 
 class Chunks(NamedTuple):

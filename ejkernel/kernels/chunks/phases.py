@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels._phases import Phases
+from ejkernel.kernels._phases import CuSeqlens, Inputs, Phases
 from ejkernel.kernels.chunks import layout, walk
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.recurrence import Recurrence, Results
@@ -24,17 +24,17 @@ def phases_from_chunks(recurrence: Recurrence, compose: Callable[..., jax.Array]
     `Phases.begin` returns it, from the transition of each.
     """
 
-    def prepare(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, start: jax.Array | None) -> Any:
+    def prepare(call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array | None) -> Any:
         named = recurrence.inputs(*inputs, start)
         return named, recurrence.arrays(call, named, cu_seqlens), layout.chunks(call, cu_seqlens), recurrence.math(call)
 
-    def begin(call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[Any, jax.Array]:
+    def begin(call: Any, inputs: Inputs, cu_seqlens: CuSeqlens) -> tuple[Any, jax.Array]:
         named, arrays, where, math = prepare(call, inputs, cu_seqlens, None)
         transitions = walk.transitions(call, math, arrays, where)
         return transitions, compose(call, named, cu_seqlens, transitions, where)
 
     def finish(
-        call: Any, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, transitions: Any, start: jax.Array
+        call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, transitions: Any, start: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         named, arrays, where, math = prepare(call, inputs, cu_seqlens, start)
         starts = entering_states(call, start, named.gates, cu_seqlens)
@@ -43,12 +43,7 @@ def phases_from_chunks(recurrence: Recurrence, compose: Callable[..., jax.Array]
         return walk.outputs(call, math, arrays, where, passed, cu_seqlens), passed[0]
 
     def begin_back(
-        call: Any,
-        inputs: tuple[Any, ...],
-        cu_seqlens: jax.Array | None,
-        start: jax.Array,
-        residuals: jax.Array,
-        d_output: jax.Array,
+        call: Any, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array, residuals: jax.Array, d_output: jax.Array
     ) -> tuple[Any, jax.Array]:
         named, arrays, where, math = prepare(call, inputs, cu_seqlens, start)
         transitions = walk.transitions_back(call, math, arrays, where, residuals, d_output)
@@ -58,8 +53,8 @@ def phases_from_chunks(recurrence: Recurrence, compose: Callable[..., jax.Array]
 
     def finish_back(
         call: Any,
-        inputs: tuple[Any, ...],
-        cu_seqlens: jax.Array | None,
+        inputs: Inputs,
+        cu_seqlens: CuSeqlens,
         start: jax.Array,
         residuals: jax.Array,
         transitions: Any,

@@ -1,4 +1,4 @@
-"""How much one token's key weighs for a later one, decayed by the gates between them, inside one chunk of tokens.
+"""Scores of one chunk: products of queries with earlier keys, decayed by the gates between the two tokens.
 
 Everything here is `[B, H, C, ·]` in the dtype of the states. A decay factor is a product of `exp(gate)`, or `exp` of a
 sum of gates over a run of tokens, never a quotient. Where such a sum is a difference of running sums, these are exact
@@ -193,16 +193,16 @@ def _gradients_in_blocks(
 def total_decay(log_decay: jax.Array | None) -> jax.Array:
     """From a chunk's start to its end, `[B, H, 1 or K]`.
 
-    By sums: a product of factors just below 1 is rounded down each time, and a state meets thousands of these totals.
+    By sums: a product of factors just below 1 is rounded down each time, and thousands of totals multiply a state.
     """
     if log_decay is None:
         return jnp.ones((1, 1, 1), np.float32)
-    coarse, rest = split(log_decay)
-    return jnp.exp(coarse.sum(-2)) * jnp.exp(rest.sum(-2))
+    coarse, fine = split(log_decay)
+    return jnp.exp(coarse.sum(-2)) * jnp.exp(fine.sum(-2))
 
 
 def split(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gates as multiples of 1/256, whose sums are exact, and rests, whose sums are tiny."""
+    """Gates as multiples of 1/256, whose sums are exact, and remainders, whose sums are tiny."""
     # sums of infinities would be NaN
     gates = jnp.maximum(log_decay, _lowest(log_decay))
     coarse = jnp.round(gates * 256) / 256
@@ -227,7 +227,7 @@ def gate_gradient(
     if log_decay.shape[-1] == 1:
         arriving, leaving, through = (x.sum(-1, keepdims=True) for x in (arriving, leaving, through))
     ones = np.ones((arriving.shape[-2],) * 2, arriving.dtype)
-    # a matrix for each head: XLA's CPU backend turns arrays that meet one for all, which takes longer than the product
+    # a matrix for each head: with one for all XLA's CPU backend transposes arrays, which costs more than the product
     later, earlier = (jnp.broadcast_to(x, (*arriving.shape[:2], *x.shape)) for x in (np.triu(ones), np.tril(ones, -1)))
     after, before = einsum("...ts,...sd->...td", later, arriving), einsum("...ts,...sd->...td", earlier, leaving)
     flow = after + before + through[..., None, :]

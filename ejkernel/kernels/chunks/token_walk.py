@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.chunks.call import Call
 from ejkernel.kernels.chunks.first_gates import Inputs, decayed
-from ejkernel.kernels.chunks.walk import Arrays, Call, einsum_of, map_gates, zero_states
+from ejkernel.kernels.chunks.walk import Arrays, einsum_of, map_gates, zero_states
 
 Write = Callable[[Any, Any, jax.Array], jax.Array]
 Results = tuple[jax.Array, jax.Array]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.scores import Einsum, corners, diagonal_blocks
 
-# Rows of blocks up to this size are found one after the other, larger blocks by products of smaller ones. With 16 on a
-# CPU the rows would take a third of a chunk's time.
+# Blocks up to this size are inverted row by row, larger ones by products of smaller ones. With 16 on a CPU the rows
+# would take a third of a chunk's time.
 BASE = 8
 
 
@@ -25,20 +25,20 @@ def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
     C = below.shape[-1]
-    found = _by_rows(diagonal_blocks(below, size))
+    blocks = _by_rows(diagonal_blocks(below, size))
     while size < C:
         # [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]
-        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
         corner = einsum("...ts,...su->...tu", corners(below, size), first)
         corner = -einsum("...ts,...su->...tu", second, corner)
         top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-        found = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
+        blocks = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
         size *= 2
-    return found[..., 0, :, :]
+    return blocks[..., 0, :, :]
 
 
 def _by_rows(below: jax.Array) -> jax.Array:
-    """Forward substitution: a row of the inverse is the unit row less what it takes of the rows above."""
+    """Forward substitution: a row of the inverse is the unit row less a combination of the rows above."""
     size = below.shape[-1]
     unit = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
     rows = unit[..., :1, :]

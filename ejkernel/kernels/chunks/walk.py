@@ -2,7 +2,7 @@
 
 `forward` and `backward` do all of it in one loop. Where the states that sequences start from are known late, the same
 is done in parts: what each chunk does to any state (`transitions`, `transitions_back`), states through all chunks
-(`pass_all`), and the rest of the chunks' work (`outputs`, and `backward` with what `pass_all` found).
+(`pass_all`), and the rest of the chunks' work (`outputs`, and `backward` with what `pass_all` returned).
 
 A `step` is the chunks that are computed together, see `layout.together`; `rows` are the batch's, 1 if packed.
 """
@@ -10,15 +10,15 @@ A `step` is the chunks that are computed together, see `layout.together`; `rows`
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import layout
+from ejkernel.kernels.chunks.call import Call
 from ejkernel.kernels.chunks.layout import Chunks
 from ejkernel.kernels.chunks.scores import Einsum
 
@@ -26,19 +26,6 @@ from ejkernel.kernels.chunks.scores import Einsum
 CarryBack = Callable[[Any], tuple[jax.Array, Any]]
 # A recurrence's arrays of tokens by name: `[B, T, heads, ·]` of a call, `[rows · chunks, H, C, ·]` of a step's chunks.
 Arrays = Any
-
-
-class Call(layout.Call, Protocol):
-    """What the walk needs to know of a recurrence's call."""
-
-    @property
-    def decay(self) -> str: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def dtype(self) -> np.dtype: ...
-    @property
-    def state_dtype(self) -> np.dtype: ...
 
 
 @dataclass(frozen=True)

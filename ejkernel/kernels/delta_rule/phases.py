@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._phases import Phases, Run, phases_from_run
+from ejkernel.kernels._phases import CuSeqlens, Inputs, Phases, Run, phases_from_run
 from ejkernel.kernels.delta_rule.call import Call
 
 
@@ -18,7 +17,7 @@ def phases_from_wide_states(run: Run) -> Phases:
     So one run from states `[I, 0]` with values `[0, v]` ends with both this matrix and the state that is added.
     """
 
-    def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[None, jax.Array]:
+    def begin(call: Call, inputs: Inputs, cu_seqlens: CuSeqlens) -> tuple[None, jax.Array]:
         query, key, value, *gates = inputs
         N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
         wide = replace(call, value_dim=K + V)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._phases import Phases, Run, phases_from_run
+from ejkernel.kernels._phases import CuSeqlens, Inputs, Phases, Run, phases_from_run
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.xla_utils.utils import prepare_sequence_ids
@@ -21,12 +21,7 @@ def phases_from_reversed_runs(run: Run) -> Phases:
     """
 
     def begin_back(
-        call: Call,
-        inputs: tuple[Any, ...],
-        cu_seqlens: jax.Array | None,
-        start: jax.Array,
-        residuals: Any,
-        d_output: jax.Array,
+        call: Call, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array, residuals: Any, d_output: jax.Array
     ) -> tuple[None, jax.Array]:
         query, key, _, log_decay, value_log_decay = inputs
         # a gate comes before its token's write and so, on the way back, after it

@@ -131,7 +131,7 @@ def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: C
     total = total_decay(chunk.log_decay)[..., None]
     d_state, dr = carry_back(TransitionBack(total, k * until, solution, du, read, beta * (k * since)))
     d_scores = einsum("...tv,...sv->...ts", do, u)
-    # strictly below: a token's own key crosses no gate and meets itself in the system's diagonal, which is 1
+    # strictly below: a token's own key crosses no gate, and its product with itself is in the system's diagonal, 1
     d_below = jnp.where(_earlier(chunk), -einsum("...tv,...sv->...ts", dr, u), 0)
     d_beta = (dr * wanted).sum(-1, keepdims=True) + (d_below * overlaps).sum(-1, keepdims=True)
     dq_pairs, dk_read = between.gradients(q, d_scores)
@@ -148,9 +148,9 @@ def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: C
     if chunk.log_decay is not None:
         arriving = q * (dq_pairs + dq_state) + k * (dk_row + dk_start - dk_read - dk_column)
         da = gate_gradient(chunk.log_decay, arriving, k * dk_end, (total * state * d_state).sum(-1), einsum)
-    own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
-    dq = dq_pairs + dq_state + own * k
-    dk = dk_read + dk_row + dk_column + dk_start + dk_end + own * q
+    d_diagonal = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
+    dq = dq_pairs + dq_state + d_diagonal * k
+    dk = dk_read + dk_row + dk_column + dk_start + dk_end + d_diagonal * q
     return Arrays(dq, dk, beta * dr, d_beta, da)
 
 

@@ -80,8 +80,8 @@ def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: C
     if chunk.log_decay is not None:
         through = (total * state * d_state).sum(-1)
         da = gate_gradient(chunk.log_decay, q * (dq_pairs + dq_state) - k * dk_pairs, k * dk_state, through, einsum)
-    own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
-    return Arrays(dq_pairs + dq_state + own * k, dk_pairs + dk_state + own * q, dv, da, None)
+    d_diagonal = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
+    return Arrays(dq_pairs + dq_state + d_diagonal * k, dk_pairs + dk_state + d_diagonal * q, dv, da, None)
 
 
 MATH = ChunkMath(effect, advance, output, advance, backward)
