@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _pallas, _varying
+from ejkernel.kernels import _pallas
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.pallas import plan, step
@@ -61,44 +61,6 @@ def backward(
     if inputs[3] is not None and not wanted:
         gradients[3] = jnp.zeros_like(inputs[3])
     return tuple(gradients)
-
-
-def added(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
-    """The final states from zeros; arrays are key, value, log decay and borders."""
-
-    def instead(key: Any, value: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
-        return [xla.run(call, key, key, value, log_decay, None, None, cu_seqlens)[1]]
-
-    run = functools.partial(_for_states, call, sizes, ("key", "value", "final"), "added", call.reverse)
-    return _pallas.launch(run, instead, [_states(call)], *arrays)[0]
-
-
-def returned(call: Call, sizes: Sizes, *arrays: Any) -> jax.Array:
-    """What the output alone gives of the initial states' cotangents, from query, its own, log decay and borders."""
-
-    def instead(query: Any, d_output: Any, log_decay: Any, cu_seqlens: Any) -> list[jax.Array]:
-        def read(start: jax.Array) -> jax.Array:
-            return xla.run(call, query, query, d_output, log_decay, None, start, cu_seqlens)[0]
-
-        start = _varying.like(jnp.zeros(_states(call).shape, F32), query)
-        return [jax.vjp(read, start)[1](d_output)[0]]
-
-    run = functools.partial(_for_states, call, sizes, ("query", "d_output", "d_initial"), "returned", not call.reverse)
-    return _pallas.launch(run, instead, [_states(call)], *arrays)[0]
-
-
-def _for_states(
-    call: Call, sizes: Sizes, names: tuple[str, str, str], kernel: str, reverse: bool, *arrays: Any
-) -> list[jax.Array]:
-    """A walk for states alone, from two arrays with tokens, log decay and borders."""
-    *tokens, log_decay, cu_seqlens = arrays
-    wiring = Wiring(call, sizes, plan.table(plan.visits(call, sizes, cu_seqlens), reverse))
-    for name, x in zip(names[:2], tokens, strict=True):
-        wiring.read_tokens(name, x)
-    if log_decay is not None:
-        wiring.read_gates(log_decay)
-    wiring.write_states(names[2], F32)
-    return [*wiring.run(kernel, {"states": (2, sizes.heads, call.value_dim, call.key_dim)}).values()]
 
 
 def _states(call: Call) -> jax.ShapeDtypeStruct:

@@ -18,8 +18,6 @@ F32 = jnp.float32
 DEVICE = {
     "forward": "ejkernel.kernels.linear_recurrence.pallas.device.walk",
     "backward": "ejkernel.kernels.linear_recurrence.pallas.device.walk",
-    "added": "ejkernel.kernels.linear_recurrence.pallas.device.states",
-    "returned": "ejkernel.kernels.linear_recurrence.pallas.device.states",
 }
 Block = tuple[tuple[int, ...], Any]  # its shape, and where it is: from row, program of heads, visit and the table
 
