@@ -42,8 +42,6 @@ CASES = [
     (replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False), ("strong", "once")),
     (replace(BASE, name="head-bfloat16-reverse", decay="head", dtype="bfloat16", reverse=True), ("mild", "fierce")),
     (replace(BASE, name="constant-reverse", decay="constant", B=2, reverse=True), ("mild", "fierce")),
-    (replace(BASE, name="key-step", B=2, T=1, H=2), ("mild", "resets", "mixed")),
-    (replace(BASE, name="constant-step", decay="constant", T=1, H=2), ("mild",)),
     (replace(BASE, name="none", decay="none", T=32, H=2, shared=(1, 1, 2)), ("mild",)),
 ]
 
@@ -136,6 +134,7 @@ def test_supports_says_why():
         ({"value_dim": 320}, "up to 256"),
         ({"dtype": np.dtype(np.float16)}, "float16"),
         ({"tokens": 0}, "elements"),
+        ({"tokens": 1}, "one token"),
         ({"scale": -1.0}, "softmax_scale"),
     ):
         assert why in pallas.supports(replace(call, **wrong))

@@ -23,8 +23,6 @@ def supports(call: Call) -> str | None:
     keyed = _LARGEST_KEYED, _LARGEST_KEYED if call.dtype.itemsize == 4 else LARGEST_DIM
     if call.decay == "key" and (call.key_dim > keyed[0] or call.value_dim > keyed[1]):
         return f"key gates with head dims K={call.key_dim}, V={call.value_dim}; it takes up to {keyed[0]}, {keyed[1]}"
-    if call.tokens == 1 and not call.packed:
-        return "one token, which XLA takes in one step"
     return supports_cut(call)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.kernels import _pallas
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.pallas import plan, step
+from ejkernel.kernels.linear_recurrence.pallas import plan
 from ejkernel.kernels.linear_recurrence.pallas.plan import Sizes
 from ejkernel.kernels.linear_recurrence.pallas.wiring import F32, Wiring
 
@@ -19,8 +19,7 @@ TOKENS = "query", "key", "value"
 
 
 def forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> tuple[Any, ...]:
-    """Output and final states, and the states that visits meet, if they are kept and it is not one step."""
-    keep = keep and not step.serves(call)
+    """Output and final states, and the states that visits meet, if they are kept."""
     B, T, H, K, V = call.batch, call.tokens, call.heads, call.key_dim, call.value_dim
     results = [jax.ShapeDtypeStruct((B, T, H, V), call.dtype), _states(call)]
     if keep:
@@ -53,10 +52,7 @@ def backward(
         return [x for x, moves in zip(found, moving, strict=True) if moves]
 
     given = (*arrays, met, d_output, d_final)
-    if met is None:
-        found = iter(instead(*given))  # one step's is XLA's
-    else:
-        found = iter(_pallas.launch(functools.partial(_backward, wanted, call, sizes), instead, results, *given))
+    found = iter(_pallas.launch(functools.partial(_backward, wanted, call, sizes), instead, results, *given))
     gradients = [next(found) if moves else None for moves in moving]
     if inputs[3] is not None and not wanted:
         gradients[3] = jnp.zeros_like(inputs[3])
@@ -69,8 +65,6 @@ def _states(call: Call) -> jax.ShapeDtypeStruct:
 
 def _forward(keep: bool, call: Call, sizes: Sizes, *arrays: Any) -> list[jax.Array]:
     *inputs, initial, cu_seqlens = arrays
-    if step.serves(call):
-        return step.step(call, *arrays[:5])
     wiring = wired(Wiring, call, sizes, inputs, cu_seqlens, back=False)
     return walk_forward(wiring, initial, keep)
 

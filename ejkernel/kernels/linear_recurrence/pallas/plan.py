@@ -172,6 +172,8 @@ def supports(call: Call) -> str | None:
         return "a batch that is known only when the program runs"
     if 0 in (call.batch, call.tokens, call.heads, call.sequences):
         return "an array without elements"
+    if call.tokens == 1 and not call.packed:
+        return "one token, which XLA takes in one step"
     if not (call.scale > 0 and math.isfinite(call.scale)):
         return f"softmax_scale {call.scale}: it is folded into the decays"
     return None
