@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What is one recurrence's own."""
+    """In what the recurrences differ."""
 
     name: str  # that the names of its kernels start with
     program: Callable[[], Any]  # gives the class of its device code, a `Program`; called when a kernel is launched

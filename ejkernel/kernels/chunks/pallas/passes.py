@@ -77,25 +77,25 @@ def backward(
         scratch: dict[str, tuple[int, ...]] = {"d_states": (2, sizes.heads, *state)}
         if call.decay == "key":
             scratch["states"] = (sizes.chunks + 1, *state)
-        found = {name.removeprefix("d_"): x for name, x in kernel.run("backward", scratch).items()}
+        cotangents = {name.removeprefix("d_"): x for name, x in kernel.run("backward", scratch).items()}
         for name in TOKENS:
-            found[name] = _sum_shared(call, getattr(inputs, name), found[name])
-        if "beta" in found:
-            found["beta"] = _heads_last(call, found["beta"])
-        if "log_decay" in found:
-            found["log_decay"] = _gate_gradient(call, inputs, found["log_decay"])
-        return [found[name].astype(getattr(inputs, name).dtype) for name in Inputs._fields if name in found]
+            cotangents[name] = _sum_shared(call, getattr(inputs, name), cotangents[name])
+        if "beta" in cotangents:
+            cotangents["beta"] = _heads_last(call, cotangents["beta"])
+        if "log_decay" in cotangents:
+            cotangents["log_decay"] = _gate_gradient(call, inputs, cotangents["log_decay"])
+        return [cotangents[name].astype(getattr(inputs, name).dtype) for name in Inputs._fields if name in cotangents]
 
     def fallback(inputs: Inputs, _: jax.Array, d_output: jax.Array, d_final: jax.Array | None) -> list[jax.Array]:
         cu_seqlens = inputs.cu_seqlens
         (_, final), pull = jax.vjp(
             lambda x: recurrence.xla(call, x._replace(cu_seqlens=cu_seqlens)), inputs._replace(cu_seqlens=None)
         )
-        (found,) = pull((d_output, jnp.zeros_like(final) if d_final is None else d_final))
-        return jax.tree.leaves(differentiated(found))
+        (cotangents,) = pull((d_output, jnp.zeros_like(final) if d_final is None else d_final))
+        return jax.tree.leaves(differentiated(cotangents))
 
-    found = _pallas.launch(run, fallback, results, inputs, block_states, d_output, d_final)
-    return jax.tree.unflatten(tree, found)
+    cotangents = _pallas.launch(run, fallback, results, inputs, block_states, d_output, d_final)
+    return jax.tree.unflatten(tree, cotangents)
 
 
 def _sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def _heads_last(call: Call, x: jax.Array) -> jax.Array:
 
 
 def _gate_gradient(call: Call, inputs: Inputs, d_gates: jax.Array) -> jax.Array:
-    """The cotangent of the log decay as it was given, from that of each token's."""
+    """The cotangent of the log decay in the layout of the argument, from that of each token's."""
     log_decay, cu_seqlens = inputs.log_decay, inputs.cu_seqlens
     assert log_decay is not None
     if call.decay == "key":

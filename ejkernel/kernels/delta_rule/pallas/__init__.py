@@ -33,16 +33,16 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> pla
 
 def run(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
-    given = Inputs(*arrays)
+    inputs = Inputs(*arrays)
     # a query or key that was normalized or scaled comes in float32; it may be rounded as the values are
-    half = call.dtype == given.value.dtype == jnp.bfloat16
-    inner, inputs = plan.cast_inputs(call, given, half)
+    half = call.dtype == inputs.value.dtype == jnp.bfloat16
+    inner, inputs = plan.cast_inputs(call, inputs, half)
     output, final = recurrence(_KERNELS, inner, sizes(inner, inputs.query, inputs.key, inputs.value), *inputs)
     return output.astype(call.dtype), final
 
 
 def run_or_xla(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """As `run`, of any call: where tokens are sharded, one that is served comes once with more value dims."""
+    """As `run`, of any call: where tokens are sharded, a call that is supported comes once with more value dims."""
     return (run if supports(call) is None else xla.run)(call, *arrays)
 
 
