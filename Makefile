@@ -92,7 +92,6 @@ tpu: $(VENV)-tpu/.installed
 # The same for a training step on whole topologies, up to 256 chips, for docs/scaling.md.
 tpu-training: $(VENV)-tpu/.installed
 	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_training --json benchmarks/results/tpu_training.json
-	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_phases --json benchmarks/results/tpu_phases.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache

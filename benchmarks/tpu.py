@@ -225,14 +225,14 @@ def blocks_of(op: str, case: Case) -> int:
     import jax
 
     from ejkernel.kernels import delta_rule, linear_recurrence
-    from ejkernel.kernels.linear_recurrence.pallas import plan
+    from ejkernel.kernels.chunks.pallas import plan
 
     H, K, V, rows, packed = case.H, case.K, case.V, case.N or case.B, case.N > 0
     facts = {"decay": case.decay, "scale": 1.0, "reverse": case.reverse, "dtype": jax.numpy.dtype(case.dtype)}
     call: Any
     if op == "delta_rule":
         call = delta_rule.call.Call(case.B, case.T, H, K, V, rows, packed, **facts)
-        sizes_of, own = delta_rule.pallas.plan.sizes, (case.Hkv, case.Hkv, H)
+        sizes_of, own = delta_rule.pallas.sizes, (case.Hkv, case.Hkv, H)
     else:
         call = linear_recurrence.call.Call(case.B, case.T, H, K, V, rows, packed, value_decay=False, **facts)
         sizes_of, own = plan.sizes, (H, case.Hkv, case.Hkv)
@@ -379,22 +379,22 @@ class Table:
 
     cases: list[Case]
     scheduled: int  # the first so many have their schedules read, which takes the compiler much longer
-    folders: tuple[str, ...]
+    core: str
 
     def origin(self) -> dict[str, str]:
         """What rows depend on: the compiler, and the kernels and cases as a digest."""
         code = hashlib.sha256(repr((self.cases, CHIPS)).encode())
-        for name in self.folders:
-            folder = Path(__file__).parents[1] / "ejkernel/kernels" / name
-            for path in [folder / "call.py", folder / "differentiation.py", *sorted((folder / "pallas").rglob("*.py"))]:
+        kernels = Path(__file__).parents[1] / "ejkernel/kernels"
+        for folder in (kernels / self.core, kernels / "chunks"):
+            for path in sorted((folder / "pallas").rglob("*.py")):
                 code.update(path.read_bytes())
         versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
         return {**versions, "code": code.hexdigest()[:16]}
 
 
 TABLES = {
-    "recurrent": Table(CASES, 4, ("linear_recurrence",)),
-    "delta_rule": Table(DELTA_RULE, 3, ("delta_rule", "linear_recurrence")),
+    "recurrent": Table(CASES, 4, "linear_recurrence"),
+    "delta_rule": Table(DELTA_RULE, 3, "delta_rule"),
 }
 
 

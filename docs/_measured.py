@@ -233,25 +233,13 @@ def _spread_time() -> Iterator[list[str]]:
 
 
 def _phases() -> Iterator[list[str]]:
-    """What phases take of a GPU's time, and of a TPU's schedules and bytes."""
+    """What phases take of a GPU's time."""
     yield ["", "call", "forward", "forward and backward"]
     for (decay, shape), ways in _by_way(
         _read("phases_h200")["rows"], ("decay", "shape"), "gradient"
     ):
         cells = (f"{ways[way]['ratio']:.2f}" for way in (False, True))
         yield [f"H200, time, one gate a {decay}", f"`{shape}`", *cells]
-    for (case, chip), ways in _by_way(
-        _read("tpu_phases")["rows"], ("case", "chip"), "walk"
-    ):
-        for what in ("bundles", "bytes"):
-            share = {
-                way: ways[way][f"{what} ratio"] - 1 for way in ("forward", "backward")
-            }
-            sizes = {way: ways[way][what] for way in share}
-            more = sum(sizes[way] * share[way] for way in share)
-            both = 1 + more / sum(sizes.values())
-            cells = f"{1 + share['forward']:.2f}", f"{both:.2f}"
-            yield [f"{chip}, {what}, {case}", "`B1 T4096 H8`", *cells]
 
 
 def _by_way(

@@ -5,7 +5,7 @@ import contextlib
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels import _pallas
-from ejkernel.kernels.linear_recurrence.pallas import plan
+from ejkernel.kernels.chunks.pallas import plan
 
 
 @contextlib.contextmanager

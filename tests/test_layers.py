@@ -65,6 +65,20 @@ def test_imports_go_down():
             assert layer(name) <= layer(module), f"{module} imports {name}, which is above it"
 
 
+CORES = "ejkernel.kernels.attention", "ejkernel.kernels.delta_rule", "ejkernel.kernels.linear_recurrence"
+
+
+def test_no_core_imports_another():
+    """What they share is in `ejkernel.kernels.chunks` or beside it; by name counts too, as device code is imported."""
+    for core in CORES:
+        others = [f"{each}." for each in CORES if each != core]
+        for path in (ROOT / core.removeprefix("ejkernel.").replace(".", "/")).rglob("*.py"):
+            words = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            by_name = (word for word in words if isinstance(word, str) and word.startswith("ejkernel."))
+            found = [name for name in (*imports(path), *by_name) if f"{name}.".startswith(tuple(others))]
+            assert not found, f"{name_of(path)} imports {found}"
+
+
 def test_only_one_module_imports_jax_triton():
     users = {path.name for path in ROOT.rglob("*.py") if "jax_triton" in path.read_text()}
     assert users <= {"_launch.py"}

@@ -29,9 +29,7 @@ METHODS = {("os", "system"), ("os", "popen"), ("subprocess", "run"), ("subproces
 BY_NAME = {
     "bench/fla.py": ["KERNELS"],
     "kernels/attention/triton/launcher.py": ["DEVICE"],
-    "kernels/delta_rule/pallas/wiring.py": ["DEVICE"],
     "kernels/delta_rule/triton/launcher.py": ["DEVICE"],
-    "kernels/linear_recurrence/pallas/wiring.py": ["DEVICE"],
     "kernels/linear_recurrence/triton/launcher.py": ["DEVICE"],
 }
 

@@ -1,4 +1,4 @@
-"""TPU kernels as the rest of JAX sees them: traced only where a TPU is lowered for, and where they can run there."""
+"""TPU kernels as one JAX operation: traced when a program is lowered for a TPU, with XLA behind them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ Run = Callable[..., Sequence[jax.Array]]
 INTERPRET: Any = None
 
 
-def launch(run: Run, instead: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any) -> Sequence[jax.Array]:
-    """`run(*arrays)`, which has kernels in it; `instead`, which has none, where XLA would have to split them.
+def launch(run: Run, fallback: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any) -> Sequence[jax.Array]:
+    """`run(*arrays)`, which calls kernels, or `fallback(*arrays)`, which has none, if XLA would have to split them.
 
-    The first array decides over which axes of a mesh the results vary. Some may be absent.
+    Arrays may be trees of arrays. Results vary over those axes of a mesh over which the first one varies.
     """
     if INTERPRET is not None:
-        # an interpreter has effects, which no operation may hide
+        # the interpreter has effects, which must not be hidden in an operation
         return _by_default(run, *arrays)
     leaves, tree = jax.tree.flatten(arrays)
 
-    def filled(function: Run, *leaves: jax.Array) -> Sequence[jax.Array]:
+    def unflattened(function: Run, *leaves: jax.Array) -> Sequence[jax.Array]:
         return function(*jax.tree.unflatten(tree, leaves))
 
-    run, instead = (functools.partial(filled, each) for each in (run, instead))
+    run, fallback = (functools.partial(unflattened, each) for each in (run, fallback))
     shapes = tuple((each.shape, each.dtype) for each in results)
-    return _kernel().bind(*leaves, run=run, instead=instead, results=shapes)
+    return _kernel().bind(*leaves, run=run, fallback=fallback, results=shapes)
 
 
 @functools.cache
 def _kernel() -> Any:
-    """What a kernel computes, as one operation, which is traced when it is lowered.
+    """The operation, whose kernels are traced when it is lowered.
 
-    `jit` traces what it may choose from for every device, and a kernel takes long to trace; nor can JAX lower one where
-    it lowers for several platforms at once.
+    `jit` traces the implementations for all devices, and kernels take long to trace; and JAX cannot lower a kernel in a
+    program for several platforms at once.
     """
     # not at the top: `import ejkernel` must not import Pallas, which this does
     from jax.extend.core import Primitive
@@ -50,11 +50,11 @@ def _kernel() -> Any:
     kernel.multiple_results = True
 
     @kernel.def_impl
-    def _(*arrays: Any, run: Run, instead: Run, results: Any) -> Any:
+    def _(*arrays: Any, run: Run, fallback: Run, results: Any) -> Any:
         return _by_default(run, *arrays)
 
     @kernel.def_abstract_eval
-    def _(*avals: Any, run: Run, instead: Run, results: Any) -> Any:
+    def _(*avals: Any, run: Run, fallback: Run, results: Any) -> Any:
         like = avals[0]
         whole = [NamedSharding(like.sharding.mesh, PartitionSpec(*(None for _ in shape))) for shape, _ in results]
         return [
@@ -62,18 +62,18 @@ def _kernel() -> Any:
             for each, sharding in zip(results, whole, strict=True)
         ]
 
-    def lower(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
+    def lower(ctx: Any, *arrays: Any, run: Run, fallback: Run, results: Any) -> Any:
         chosen = run
-        if not _alone(ctx.module_context.axis_context):
-            chosen = instead
+        if not _one_device(ctx.module_context.axis_context):
+            chosen = fallback
             _warn_once(f"XLA serves a call on TPUs, which is slower than a kernel: {NOT_SPLIT}")
         return mlir.lower_fun(functools.partial(_by_default, chosen), multiple_results=True)(ctx, *arrays)
 
-    def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, instead: Run, results: Any) -> Any:
+    def lower_elsewhere(ctx: Any, *arrays: Any, run: Run, fallback: Run, results: Any) -> Any:
         platforms = ctx.module_context.platforms
         if len(platforms) == 1:
             raise PlatformError(f"platform: got a kernel for TPUs; this program is for {platforms[0]!r}")
-        # of several, this one will not run it
+        # a program for several platforms; this one does not run the kernel
         return mlir.lower_fun(lambda *_: [jnp.zeros(*each) for each in results], multiple_results=True)(ctx, *arrays)
 
     mlir.register_lowering(kernel, lower, platform="tpu")
@@ -82,13 +82,13 @@ def _kernel() -> Any:
 
 
 def _by_default(run: Run, *arrays: jax.Array) -> Sequence[jax.Array]:
-    """`run(*arrays)`, in which dtypes and ranks are promoted as JAX does by default, whatever it was told since."""
+    """`run(*arrays)` with JAX's default promotion of dtypes and ranks, whatever is set when it is traced."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return run(*arrays)
 
 
-def _alone(context: Any) -> bool:
-    """Whether a program, or what `shard_map` maps, runs on one device, so that nothing is left to split."""
+def _one_device(context: Any) -> bool:
+    """Whether a program, or the function that `shard_map` maps, runs on one device, so that XLA splits nothing."""
     if hasattr(context, "num_devices"):
         return context.num_devices == 1
     mesh = getattr(context, "mesh", None)

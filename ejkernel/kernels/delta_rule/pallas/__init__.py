@@ -1,46 +1,66 @@
 """The delta rule on TPUs, as Pallas kernels."""
 
-from dataclasses import replace
+import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.kernels import _varying
+from ejkernel.kernels.chunks.pallas import passes, plan
+from ejkernel.kernels.chunks.pallas.kernel_call import Inputs, Recurrence
 from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.differentiation import Kernels, recurrence
-from ejkernel.kernels.delta_rule.pallas import passes, plan
-from ejkernel.kernels.linear_recurrence.pallas.plan import LARGEST_DIM, served
-from ejkernel.kernels.linear_recurrence.pallas.plan import supports as supports_cut
 
-_KERNELS = Kernels(passes.forward, passes.backward)
-_LARGEST_KEYED = 128  # key dims that have gates: more do not fit the smallest VMEM
+CHUNKS = 2  # a block, at most
+_LARGEST_GATED = 128  # key dims that have gates: more do not fit the smallest VMEM
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    keyed = _LARGEST_KEYED, _LARGEST_KEYED if call.dtype.itemsize == 4 else LARGEST_DIM
-    if call.decay == "key" and (call.key_dim > keyed[0] or call.value_dim > keyed[1]):
-        return f"key gates with head dims K={call.key_dim}, V={call.value_dim}; it takes up to {keyed[0]}, {keyed[1]}"
-    if call.tokens == 1 and not call.packed:
-        return "one token, which XLA takes in one step"
-    return supports_cut(call)  # type: ignore[arg-type]
+    K, V = _LARGEST_GATED, _LARGEST_GATED if call.dtype.itemsize == 4 else plan.LARGEST_DIM
+    if call.decay == "key" and (call.key_dim > K or call.value_dim > V):
+        return f"key gates with head dims K={call.key_dim}, V={call.value_dim}; it takes up to {K}, {V}"
+    return plan.supports(call)
 
 
-def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> plan.Sizes:
+    """How a call is tiled: chunks are more work than the linear recurrence's, so blocks have fewer of them."""
+    large = call.dtype.itemsize == 4 or call.value_dim > plan.LANES
+    # the smallest VMEM has to hold what a block's chunks keep until their gradients are computed
+    return plan.sizes(call, query, key, value, 1 if call.decay == "key" and large else CHUNKS)
+
+
+def run(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The call's output and final states; arrays as `Call` lists them."""
-    query, key, value, beta, log_decay, state, cu_seqlens = arrays
+    inputs = Inputs(*arrays)
     # a query or key that was normalized or scaled comes in float32; it may be rounded as the values are
-    half = call.dtype == value.dtype == jnp.bfloat16  # type: ignore[union-attr]
-    dtype = np.dtype(jnp.bfloat16 if half else np.float32)
-    tokens = [each.astype(dtype) for each in (query, key, value)]  # type: ignore[union-attr]
-    aligned = _varying.align((*tokens, *map(served, (beta, log_decay, state)), cu_seqlens))
-    inner = replace(call, dtype=dtype)
-    output, last = recurrence(_KERNELS, inner, plan.sizes(inner, *aligned[:3]), *aligned)
-    return output.astype(call.dtype), last
+    half = call.dtype == inputs.value.dtype == jnp.bfloat16
+    inner, inputs = plan.cast_inputs(call, inputs, half)
+    output, final = recurrence(_KERNELS, inner, sizes(inner, inputs.query, inputs.key, inputs.value), *inputs)
+    return output.astype(call.dtype), final
 
 
-def run_or_xla(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The same of any call: where tokens are sharded, one that is served comes once with more value dims."""
+def run_or_xla(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """As `run`, of any call: where tokens are sharded, a call that is supported comes once with more value dims."""
     return (run if supports(call) is None else xla.run)(call, *arrays)
+
+
+def _program() -> Any:
+    return importlib.import_module("ejkernel.kernels.delta_rule.pallas.device.program").DeltaRule
+
+
+_DELTA_RULE = Recurrence("delta", _program, lambda call, inputs: xla.run(call, *inputs))
+
+
+def _forward(keep: bool, call: Call, sizes: plan.Sizes, *arrays: Any) -> tuple[Any, ...]:
+    return passes.forward(_DELTA_RULE, keep, call, sizes, Inputs(*arrays))
+
+
+def _backward(
+    call: Call, sizes: plan.Sizes, arrays: Any, block_states: Any, d_output: Any, d_final: Any
+) -> tuple[Any, ...]:
+    return passes.backward(_DELTA_RULE, call, sizes, Inputs(*arrays), block_states, d_output, d_final, gate=True)[:6]
+
+
+_KERNELS = Kernels(_forward, _backward)

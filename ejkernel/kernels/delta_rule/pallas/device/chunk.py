@@ -1,7 +1,7 @@
 """The delta rule in one chunk of tokens, whatever its gates are; `docs/delta_rule.md` derives it.
 
-What tokens read is the linear recurrence's, with values replaced by what they really add, `u`. What keys recall is the
-same once more with keys for queries, and stands in the triangular system that the `u` solve. States are `[V, K]`.
+The output is the linear recurrence's with values replaced by `u`, what tokens really add to the state. The `u` solve a
+triangular system whose entries are keys' products with earlier keys, decayed. States are `[V, K]`.
 """
 
 from typing import Any, NamedTuple
@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.pallas.device.chunk import Cotangents, causal, scaled
+from ejkernel.kernels.chunks.pallas.device.head_gates import Flow, Gated
+from ejkernel.kernels.chunks.pallas.device.key_gates import Exact, Mild
+from ejkernel.kernels.chunks.pallas.device.products import F32, cumsum_rows, matmul_nt, matmul_tn
 from ejkernel.kernels.delta_rule.pallas.device.inverse import inverse
-from ejkernel.kernels.delta_rule.pallas.device.parts import fine
-from ejkernel.kernels.linear_recurrence.pallas.device.chunk import Mirrored, scaled
-from ejkernel.kernels.linear_recurrence.pallas.device.head_gates import Flow, Gated
-from ejkernel.kernels.linear_recurrence.pallas.device.key_gates import Exact, Mild, causal
-from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index, pairs, running_sums, sums
+from ejkernel.kernels.delta_rule.pallas.device.parts import precise
 
-Scored = Gated | Mild | Exact
+Gates = Gated | Mild | Exact
 
 
 class Gradients(NamedTuple):
-    """Cotangents of a chunk's arrays, of what its gates let through, and of the state at its start."""
+    """Cotangents of a chunk's arrays, and of the state at its start."""
 
     query: jax.Array  # [C, K]
     key: jax.Array  # [C, K]
     value: jax.Array  # [C, V]
     beta: jax.Array  # [1, C]
-    gates: Any  # as those of `Gated` and the others
+    gates: Any  # as `Gated` and the others give them
     state: jax.Array  # [V, K]
 
 
@@ -38,157 +38,158 @@ class Beta(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A chunk: its tokens add `added - taken (entering ⊙ S)ᵀ` to a state `S` that they meet.
+    """A chunk: its tokens add `u = u0 - w (start_decay ⊙ S)ᵀ` to a state `S` at its start.
 
-    And they read `reads beta value + query (entering ⊙ S)ᵀ`. That is what they read of what is added, but where keys
-    resemble each other most of it cancels, and has done so here before anything is rounded.
+    The output is `reads beta value + query (start_decay ⊙ S)ᵀ`. From scores and `u` it would be the same, but where
+    keys resemble each other most of it cancels; here it has cancelled before anything is rounded.
     """
 
-    reading: Scored
-    recalling: Scored
+    qk: Gates  # queries with keys
+    kk: Gates  # keys with keys
     value: jax.Array  # [C, V]
     beta: Beta
-    overlaps: jax.Array  # of keys with those of earlier tokens, decayed [C, C] in float32
+    overlaps: jax.Array  # decayed products of keys with earlier ones [C, C] in float32
     inverse: jax.Array  # (I + beta overlaps)⁻¹, in float32
-    added: jax.Array  # [C, V] in float32
-    taken: jax.Array  # [C, K]
-    reads: jax.Array  # [C, C] in float32
+    u0: jax.Array  # u for a state of zeros [C, V] in float32
+    w: jax.Array  # [C, K]
+    reads: jax.Array  # scores times the inverse [C, C] in float32
     query: jax.Array  # [C, K]
 
     @staticmethod
-    def of(reading: Scored, recalling: Scored, value: jax.Array, beta: Beta, reverse: bool) -> "Delta":
-        """From the scores of queries and of keys with keys."""
+    def of(qk: Gates, kk: Gates, value: jax.Array, beta: Beta, reverse: bool) -> "Delta":
         exact = value.dtype == F32
-        overlaps = jnp.where(_earlier(len(value), reverse), _unrounded(recalling), 0)
+        overlaps = jnp.where(causal(len(value), reverse, strict=True), _float32_scores(kk), 0)
         system = beta.down * overlaps
-        found = inverse(system.T, exact).T if reverse else inverse(system, exact)
-        solution, recalled = found * beta.along, _met(recalling)[0]
-        added, taken = fine(solution, value, exact), fine(solution, recalled, exact)
-        scores = jnp.where(causal(len(value), reverse), _unrounded(reading), 0)
-        reads = fine(scores, found, exact)
-        query = _met(reading)[0] - fine(reads * beta.along, recalled, exact)
-        return Delta(reading, recalling, value, beta, overlaps, found, added, taken, reads, query)
+        inverted = inverse(system.T, exact).T if reverse else inverse(system, exact)
+        solution, key = inverted * beta.along, _decayed(kk)[0]
+        u0, w = precise(solution, value, exact), precise(solution, key, exact)
+        scores = jnp.where(causal(len(value), reverse), _float32_scores(qk), 0)
+        reads = precise(scores, inverted, exact)
+        query = _decayed(qk)[0] - precise(reads * beta.along, key, exact)
+        return Delta(qk, kk, value, beta, overlaps, inverted, u0, w, reads, query)
+
+    @property
+    def strong(self) -> jax.Array:
+        """As `Mild.strong`."""
+        assert isinstance(self.qk, Mild)
+        return self.qk.strong
 
     @property
     def _exact(self) -> bool:
         return self.value.dtype == F32
 
-    def _seen(self, state: jax.Array) -> jax.Array:
-        return scaled(state, self.recalling.chunk.entering)
+    def _start(self, state: jax.Array) -> jax.Array:
+        return scaled(state, self.kk.chunk.start_decay)
 
-    def adds(self, state: jax.Array) -> jax.Array:
+    def added(self, state: jax.Array) -> jax.Array:
         """What tokens add, `u`, in float32."""
-        return self.added - fine(self.taken, self._seen(state), self._exact, pairs)
+        return self.u0 - precise(self.w, self._start(state), self._exact, matmul_nt)
 
-    def read(self, state: jax.Array) -> jax.Array:
-        """The output of the chunk's tokens."""
-        reads = fine(self.reads * self.beta.along, self.value, self._exact)
-        return reads + fine(self.query, self._seen(state), self._exact, pairs)
+    def output(self, state: jax.Array) -> jax.Array:
+        from_values = precise(self.reads * self.beta.along, self.value, self._exact)
+        return from_values + precise(self.query, self._start(state), self._exact, matmul_nt)
 
-    def written(self, u: jax.Array, state: jax.Array) -> jax.Array:
+    def next_state(self, u: jax.Array, state: jax.Array) -> jax.Array:
         """The state at the chunk's end."""
-        chunk, key = self.reading.chunk, _met(self.reading)[1]
-        return scaled(state, chunk.total) + scaled(fine(u, key, self._exact, sums), chunk.leaving)
+        chunk, key = self.qk.chunk, _decayed(self.qk)[1]
+        return scaled(state, chunk.total_decay) + scaled(precise(u, key, self._exact, matmul_tn), chunk.end_decay)
 
     def gradients(
         self, u: jax.Array, state: jax.Array, d_output: jax.Array, d_state: jax.Array, reverse: bool
     ) -> Gradients:
         """Cotangents from those of the output and of the state at the chunk's end."""
-        reading, recalling, exact, seen = self.reading, self.recalling, self._exact, self._seen(state)
-        entering, leaving, total = recalling.chunk.entering, recalling.chunk.leaving, recalling.chunk.total
-        met = scaled(d_state, leaving)
-        written = fine(_met(reading)[1], met, exact, pairs)
-        d_start = fine(d_output, self.query, exact, sums) - fine(written, self.taken, exact, sums)
-        d_start = scaled(d_state, total) + scaled(d_start, entering)
-        # of the system's right sides, from what is read and from what is written
-        dr = fine(self.reads, d_output, exact, sums) + fine(self.inverse, written, exact, sums)
-        wanted = self.value - fine(_met(recalling)[0], seen, exact, pairs)
-        d_scores = jnp.where(causal(len(u), reverse), fine(d_output, u, exact, pairs), 0)
-        d_below = jnp.where(_earlier(len(u), reverse), -fine(dr, u, exact, pairs), 0)
-        d_beta = _row_sums(dr * wanted, exact) + _row_sums(d_below * self.overlaps, exact)
+        qk, kk, exact, start, C = self.qk, self.kk, self._exact, self._start(state), len(u)
+        d_end = scaled(d_state, kk.chunk.end_decay)
+        du = precise(_decayed(qk)[1], d_end, exact, matmul_nt)  # from the next state alone
+        d_start = precise(d_output, self.query, exact, matmul_tn) - precise(du, self.w, exact, matmul_tn)
+        d_start = scaled(d_state, kk.chunk.total_decay) + scaled(d_start, kk.chunk.start_decay)
+        # of the system's right side, from the output and from the next state
+        dr = precise(self.reads, d_output, exact, matmul_tn) + precise(self.inverse, du, exact, matmul_tn)
+        corrections = self.value - precise(_decayed(kk)[0], start, exact, matmul_nt)
+        d_scores = jnp.where(causal(C, reverse), precise(d_output, u, exact, matmul_nt), 0)
+        d_system = jnp.where(causal(C, reverse, strict=True), -precise(dr, u, exact, matmul_nt), 0)
+        d_beta = _row_sums(dr * corrections, exact) + _row_sums(d_system * self.overlaps, exact)
         d_value = self.beta.down * dr
-        none = jnp.zeros((1, 1), F32)
-        read = Mirrored(d_scores, fine(d_output, seen, exact), fine(u, met, exact), none, none)
-        recalled = Mirrored(self.beta.down * d_below, -fine(d_value, seen, exact), jnp.zeros_like(read.key), none, none)
+        of_qk = Cotangents(d_scores, precise(d_output, start, exact), precise(u, d_end, exact))
+        d_overlaps, d_key = self.beta.down * d_system, -precise(d_value, start, exact)
+        of_kk = Cotangents(d_overlaps, d_key, jnp.zeros_like(of_qk.key))
         dq: jax.Array
-        flow: Any
-        if isinstance(reading, Exact) and isinstance(recalling, Exact):
-            dq, early, flow = reading.gradients(read, d_state, state, reverse)
-            late, more, back = recalling.gradients(recalled, none, none, reverse)
-            dk, flow = early + late + more, flow + back
+        d_gates: Any
+        if isinstance(qk, Exact) and isinstance(kk, Exact):
+            zero = jnp.zeros((1, 1), F32)
+            dq, dk_read, d_gates = qk.gradients(of_qk, d_state, state, reverse)
+            dk_reading, dk_more, d_gates_more = kk.gradients(of_kk, zero, zero, reverse)
+            dk, d_gates = dk_read + dk_reading + dk_more, d_gates + d_gates_more
         else:
-            dq, late, early, leaving = self._of_scores(read, recalled)
-            dk = late + early + leaving
-            flow = self._flow(dq, late - early, leaving, u * written, state * d_state, reverse)
-        return Gradients(dq, dk, d_value, d_beta, flow, d_start)
+            dq, dk_reading, dk_read, dk_left = self._score_gradients(of_qk, of_kk)
+            dk = dk_reading + dk_read + dk_left
+            d_gates = self._flow(dq, dk_reading - dk_read, dk_left, u * du, state * d_state, reverse)
+        return Gradients(dq, dk, d_value, d_beta, d_gates, d_start)
 
-    def _of_scores(self, read: Mirrored, recalled: Mirrored) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Cotangents of queries, of keys that recall, and of keys that are read, in the chunk and after it."""
-        reading: Any = self.reading
-        recalling: Any = self.recalling
-        dq, early = _of_pairs(reading, read.scores, self._exact)
-        late, more = _of_pairs(recalling, recalled.scores, self._exact)
-        dq = dq + scaled(read.query, reading.since)
-        if reading.since is None:
-            dq = dq * reading.scale
-        late = late + scaled(recalled.query, recalling.since)
-        return dq, late, early + more, scaled(read.key, reading.until)
+    def _score_gradients(
+        self, of_qk: Cotangents, of_kk: Cotangents
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Cotangents of queries, of keys that read, of keys that are read in the chunk, and of these by the next."""
+        qk: Any = self.qk
+        kk: Any = self.kk
+        dq, dk_read = _pair_gradients(qk, of_qk.scores, self._exact)
+        dk_reading, dk_more = _pair_gradients(kk, of_kk.scores, self._exact)
+        dq = dq + scaled(of_qk.query, qk.since)
+        if qk.since is None:
+            dq = dq * qk.scale
+        dk_reading = dk_reading + scaled(of_kk.query, kk.since)
+        return dq, dk_reading, dk_read + dk_more, scaled(of_qk.key, qk.until)
 
     def _flow(
-        self, dq: jax.Array, dk: jax.Array, leaving: jax.Array, left: jax.Array, through: jax.Array, reverse: bool
+        self, dq: jax.Array, dk: jax.Array, dk_left: jax.Array, left: jax.Array, through: jax.Array, reverse: bool
     ) -> Any:
-        """What crosses the gates, if there are any.
+        """The gradient of key gates or the parts of that of heads' gates; `None` without gates.
 
-        `dk` is the cotangent of keys that recall less that of keys that are read, in the chunk: what passes between two
-        tokens after a gate is in that of both, and cancels. What tokens leave for later chunks comes by key dim, and
-        by value dim as `left`, which cancels better: the systems' right sides are made of it.
+        `dk` is the cotangent of keys that read less that of keys that are read, in the chunk: pairs of tokens on one
+        side of a gate are in both, and cancel. What later chunks read is in `dk_left` by key dim, and in `left` by
+        value dim, which cancels better: the systems' right sides are made of it.
         """
-        reading: Any = self.reading
-        (query, key), total = reading.operands, reading.chunk.total
-        arriving = query * dq + key * dk
-        if isinstance(reading, Mild):
-            through = (key * leaving).sum(0, keepdims=True) + through.sum(0, keepdims=True) * total
-            return running_sums(arriving - key * leaving, not reverse) + through
+        qk: Any = self.qk
+        (query, key), total = qk.operands, qk.chunk.total_decay
+        inside = query * dq + key * dk
+        if isinstance(qk, Mild):
+            through = (key * dk_left).sum(0, keepdims=True) + through.sum(0, keepdims=True) * total
+            return cumsum_rows(inside - key * dk_left, not reverse) + through
         if total is None:
             return None
         through = through.sum(keepdims=True) * total
-        return Flow(_row_sums(arriving, self._exact), _row_sums(left, self._exact), through)
+        return Flow(_row_sums(inside, self._exact), _row_sums(left, self._exact), through)
 
 
-def _of_pairs(scored: Gated | Mild, d_scores: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of query and key from those of their scores, which are 0 where nothing is read."""
-    if isinstance(scored, Mild):
-        query, key = _met(scored)
-        return fine(d_scores, key, exact) * scored.since, fine(d_scores, query, exact, sums) * scored.until
-    query, key = scored.operands
-    # decays may be infinite where nothing is read
-    d_products = d_scores if scored.decays is None else jnp.where(d_scores == 0, 0, d_scores * scored.decays)
-    return fine(d_products, key, exact), fine(d_products, query, exact, sums)
+def _pair_gradients(gates: Gated | Mild, d_scores: jax.Array, exact: bool) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of query and key from those of their scores, which are 0 where nothing is visible."""
+    if isinstance(gates, Mild):
+        query, key = _decayed(gates)
+        return precise(d_scores, key, exact) * gates.since, precise(d_scores, query, exact, matmul_tn) * gates.until
+    query, key = gates.operands
+    # decays may be infinite where nothing is visible
+    d_products = d_scores if gates.decays is None else jnp.where(d_scores == 0, 0, d_scores * gates.decays)
+    return precise(d_products, key, exact), precise(d_products, query, exact, matmul_tn)
 
 
-def _earlier(size: int, reverse: bool) -> jax.Array:
-    row, column = index((size, size), 0), index((size, size), 1)
-    return row < column if reverse else row > column
+def _decayed(gates: Gates) -> tuple[jax.Array, jax.Array]:
+    """Decayed query and key, before they are rounded."""
+    query, key = (gates.query, gates.key) if isinstance(gates, Exact) else gates.operands
+    return scaled(query, gates.since), scaled(key, gates.until)
 
 
-def _met(scored: Scored) -> tuple[jax.Array, jax.Array]:
-    """Query and key as states meet them, before they are rounded."""
-    query, key = (scored.query, scored.key) if isinstance(scored, Exact) else scored.operands
-    return scaled(query, scored.since), scaled(key, scored.until)
-
-
-def _unrounded(scored: Scored) -> jax.Array:
-    """Scores in float32: a system is solved as it is, not as its entries round."""
-    if isinstance(scored, Gated):
-        products = pairs(*scored.operands)
-        return products if scored.decays is None else products * scored.decays
-    if isinstance(scored, Mild):
-        query, key = _met(scored)
-        return fine(query, key, scored.operands[0].dtype == F32, pairs)
-    return scored.chunk.scores.astype(F32)
+def _float32_scores(gates: Gates) -> jax.Array:
+    """Scores before they are rounded: the system is solved as it is, not as its entries round."""
+    if isinstance(gates, Gated):
+        products = matmul_nt(*gates.operands)
+        return products if gates.decays is None else products * gates.decays
+    if isinstance(gates, Mild):
+        query, key = _decayed(gates)
+        return precise(query, key, gates.operands[0].dtype == F32, matmul_nt)
+    return gates.chunk.scores.astype(F32)
 
 
 def _row_sums(x: jax.Array, exact: bool) -> jax.Array:
     """Sums of the rows of `x [C, ·]`, along the lanes `[1, C]`."""
     ones = jnp.ones((8, x.shape[1]), F32 if exact else jnp.bfloat16)
-    return fine(ones, x, exact, pairs)[:1]
+    return precise(ones, x, exact, matmul_nt)[:1]

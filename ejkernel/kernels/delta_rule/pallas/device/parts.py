@@ -5,29 +5,29 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, rows
+from ejkernel.kernels.chunks.pallas.device.products import F32, matmul
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def _parts(x: jax.Array, number: int) -> list[jax.Array]:
+def _split(x: jax.Array, number: int) -> list[jax.Array]:
     """`x` as a sum of bfloat16, largest first."""
     if x.dtype != F32:
         return [x]
-    found = []
+    parts = []
     for _ in range(number):
-        found.append(x.astype(jnp.bfloat16))
-        x = x - found[-1].astype(F32)
-    return found
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(F32)
+    return parts
 
 
-def by_parts(x: jax.Array, y: jax.Array, number: int = 2, product: Product = rows) -> jax.Array:
-    """The product of `x` and `y`, either of bfloat16 or so many parts of it, but for what is too small to matter."""
-    pairs = [(a, b) for i, a in enumerate(_parts(x, number)) for j, b in enumerate(_parts(y, number)) if i + j < number]
-    first, *rest = (product(a, b) for a, b in pairs)
-    return first + sum(rest, jnp.zeros_like(first))
+def split_product(x: jax.Array, y: jax.Array, number: int = 2, product: Product = matmul) -> jax.Array:
+    """The product of `x` and `y`, float32 operands as so many parts; products of small parts are left out."""
+    pairs = [(a, b) for i, a in enumerate(_split(x, number)) for j, b in enumerate(_split(y, number)) if i + j < number]
+    first, *others = (product(a, b) for a, b in pairs)
+    return first + sum(others, jnp.zeros_like(first))
 
 
-def fine(x: jax.Array, y: jax.Array, exact: bool, product: Product = rows) -> jax.Array:
-    """The product of `x` and `y`, of which most may cancel: with more digits than bfloat16 has."""
-    return product(x.astype(F32), y.astype(F32)) if exact else by_parts(x, y, product=product)
+def precise(x: jax.Array, y: jax.Array, exact: bool, product: Product = matmul) -> jax.Array:
+    """The product of `x` and `y` with more digits than bfloat16 has, for results that cancel; float32's if `exact`."""
+    return product(x.astype(F32), y.astype(F32)) if exact else split_product(x, y, product=product)

@@ -7,70 +7,62 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.linear_recurrence.pallas.device.chunk import Chunk, Mirrored
-from ejkernel.kernels.linear_recurrence.pallas.device.products import F32, index, pairs, rows, running_sums, sums
-
-# Gates from here down forget everything: `exp` is exactly 0, whatever it is multiplied by. Sums of infinities are NaN.
-LOWEST = -200.0
-
-
-def causal(size: int, reverse: bool) -> jax.Array:
-    row, column = index((size, size), 0), index((size, size), 1)
-    return row <= column if reverse else row >= column
+from ejkernel.kernels.chunks.pallas.device.chunk import LOWEST, Chunk, Cotangents, causal
+from ejkernel.kernels.chunks.pallas.device.products import F32, cumsum_rows, index, matmul, matmul_nt, matmul_tn
 
 
 class Mild(NamedTuple):
     """A chunk whose decays are taken relative to its middle."""
 
     chunk: Chunk
-    operands: tuple[jax.Array, jax.Array]  # query and key as they are
+    operands: tuple[jax.Array, jax.Array]  # query and key before they are decayed
     since: jax.Array  # decay from the middle through a token, scaled [C, K]
-    until: jax.Array  # and after a token to the middle
+    until: jax.Array  # decay after a token to the middle [C, K]
     strong: jax.Array  # 1 for dims whose gates are not mild after all, else 0 [1, K]
 
     @staticmethod
     def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, limit: float, reverse: bool) -> "Mild":
         C, dtype = len(query), query.dtype
-        decays = running_sums(gates, reverse)
+        decays = cumsum_rows(gates, reverse)
         middle = decays[C // 2 : C // 2 + 1] if reverse else decays[C // 2 - 1 : C // 2]
         end = decays[:1] if reverse else decays[C - 1 :]
         # the scale costs nothing inside the exponent
         since = jnp.exp(decays - (middle - math.log(scale)))
         until = jnp.exp(middle - decays)
         operands, query, key = (query, key), (query * since).astype(dtype), (key * until).astype(dtype)
-        scores = jnp.where(causal(C, reverse), pairs(query, key), 0).astype(dtype)
+        scores = jnp.where(causal(C, reverse), matmul_nt(query, key), 0).astype(dtype)
         chunk = Chunk(scores, query, key, jnp.exp(middle), jnp.exp(end - middle), jnp.exp(end))
         # so that a NaN is not mild
         mild = (-middle <= limit) & (middle - end <= limit) & (gates.max(0, keepdims=True) <= 0)
         return Mild(chunk, operands, since, until, jnp.where(mild, 0.0, 1.0))
 
     def gradients(
-        self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
+        self, cotangents: Cotangents, d_state: jax.Array, state: jax.Array, reverse: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Cotangents of query, key and gates."""
         chunk, dtype = self.chunk, self.chunk.query.dtype
-        d_scores = jnp.where(causal(len(chunk.scores), reverse), mirrored.scores, 0).astype(dtype)
-        dq = rows(d_scores, chunk.key) + mirrored.query
-        dk = sums(d_scores, chunk.query) + mirrored.key
-        # by the rounded operands, so that what a token reads of itself cancels
-        leaving = chunk.key.astype(F32) * mirrored.key
-        flow = running_sums(chunk.query.astype(F32) * dq - chunk.key.astype(F32) * dk, not reverse)
+        d_scores = jnp.where(causal(len(chunk.scores), reverse), cotangents.scores, 0).astype(dtype)
+        dq = matmul(d_scores, chunk.key) + cotangents.query
+        dk = matmul_tn(d_scores, chunk.query) + cotangents.key
+        # with the rounded operands, so that a token's own score cancels
+        leaving = chunk.key.astype(F32) * cotangents.key
+        inside = cumsum_rows(chunk.query.astype(F32) * dq - chunk.key.astype(F32) * dk, not reverse)
         through = _through(chunk, state, d_state)
-        return dq * self.since, dk * self.until, flow + (leaving.sum(0, keepdims=True) + through)
+        return dq * self.since, dk * self.until, inside + (leaving.sum(0, keepdims=True) + through)
 
 
 def _through(chunk: Chunk, state: jax.Array, d_state: jax.Array) -> jax.Array:
-    """What flows from before the chunk to after it, by key dim `[1, K]`."""
-    assert chunk.total is not None
-    return (state * d_state).sum(0, keepdims=True) * chunk.total
+    """What later chunks read of earlier ones, by key dim `[1, K]`."""
+    assert chunk.total_decay is not None
+    return (state * d_state).sum(0, keepdims=True) * chunk.total_decay
 
 
 class Level(NamedTuple):
-    """Pairs of blocks: tokens of the later one of a pair read those of the earlier one."""
+    """Pairs of neighbouring blocks of one size: tokens of the later block of a pair read those of the earlier one."""
 
     since: jax.Array  # decay from the border between the blocks through a later token [C, K], 0 for the others
     until: jax.Array  # decay after an earlier token to the border, 0 for the others
-    here: jax.Array  # which token reads which one across the border [C, C]
+    visible: jax.Array  # which token reads which one across the border [C, C]
 
 
 class Exact(NamedTuple):
@@ -100,8 +92,8 @@ class Exact(NamedTuple):
             reader, read = index((C, C), 0), index((C, C), 1)
             if reverse:
                 reader, read = read, reader
-            here = ((reader ^ read) < 2 * size) & (reader & size != 0) & (read & size == 0)
-            levels.append(Level(jnp.where(later, jnp.exp(since), 0), jnp.where(later, 0, jnp.exp(until)), here))
+            visible = ((reader ^ read) < 2 * size) & (reader & size != 0) & (read & size == 0)
+            levels.append(Level(jnp.where(later, jnp.exp(since), 0), jnp.where(later, 0, jnp.exp(until)), visible))
             since = jnp.where(later, since + neighbour, since)
             until = jnp.where(later, until, until + neighbour)
             total = total + neighbour
@@ -109,35 +101,33 @@ class Exact(NamedTuple):
         since, until, total = jnp.exp(since), jnp.exp(until), jnp.exp(total[:1])
         query, key = query.astype(F32) * scale, key.astype(F32)
         row, column = index((C, C), 0), index((C, C), 1)
-        own = (query * key).sum(1, keepdims=True)
-        scores = jnp.where(row == column, own, 0)
+        diagonal = (query * key).sum(1, keepdims=True)
+        scores = jnp.where(row == column, diagonal, 0)
         for level in levels:
-            scored = pairs((query * level.since).astype(dtype), (key * level.until).astype(dtype))
-            scores = scores + jnp.where(level.here, scored, 0)
-        chunk = Chunk(
-            scores.astype(dtype), (query * since).astype(dtype), (key * until).astype(dtype), None, None, total
-        )
-        return Exact(chunk, levels, query, key, since, until, gates, scale)
+            products = matmul_nt((query * level.since).astype(dtype), (key * level.until).astype(dtype))
+            scores = scores + jnp.where(level.visible, products, 0)
+        operands = scores.astype(dtype), (query * since).astype(dtype), (key * until).astype(dtype)
+        return Exact(Chunk(*operands, None, None, total), levels, query, key, since, until, gates, scale)
 
     def gradients(
-        self, mirrored: Mirrored, d_state: jax.Array, state: jax.Array, reverse: bool
+        self, cotangents: Cotangents, d_state: jax.Array, state: jax.Array, reverse: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Cotangents of query, key and gates."""
         dtype, C = self.chunk.query.dtype, len(self.query)
         dq, dk = jnp.zeros_like(self.query), jnp.zeros_like(self.key)
         for level in self.levels:
             later, earlier = (self.query * level.since).astype(dtype), (self.key * level.until).astype(dtype)
-            d_scores = jnp.where(level.here, mirrored.scores, 0).astype(dtype)
-            dq = dq + rows(d_scores, earlier) * level.since
-            dk = dk + sums(d_scores, later) * level.until
-        dq_state, dk_state = mirrored.query * self.since, mirrored.key * self.until
-        arriving = self.query * (dq + dq_state) - self.key * dk
+            d_scores = jnp.where(level.visible, cotangents.scores, 0).astype(dtype)
+            dq = dq + matmul(d_scores, earlier) * level.since
+            dk = dk + matmul_tn(d_scores, later) * level.until
+        dq_state, dk_state = cotangents.query * self.since, cotangents.key * self.until
+        inside = self.query * (dq + dq_state) - self.key * dk
         leaving = self.key * dk_state
         through = _through(self.chunk, state, d_state)
-        flow = running_sums(arriving, not reverse) + (running_sums(leaving, reverse) - leaving) + through
+        d_gates = cumsum_rows(inside, not reverse) + (cumsum_rows(leaving, reverse) - leaving) + through
         # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
-        flow = jnp.where(self.gates <= LOWEST, 0, flow)
+        d_gates = jnp.where(self.gates <= LOWEST, 0, d_gates)
         row, column = index((C, C), 0), index((C, C), 1)
-        own = jnp.where(row == column, mirrored.scores, 0).sum(1, keepdims=True)
-        dq, dk = dq + dq_state + own * self.key, dk + dk_state + own * self.query
-        return dq * self.scale, dk, flow
+        d_diagonal = jnp.where(row == column, cotangents.scores, 0).sum(1, keepdims=True)
+        dq, dk = dq + dq_state + d_diagonal * self.key, dk + dk_state + d_diagonal * self.query
+        return dq * self.scale, dk, d_gates

@@ -1,4 +1,4 @@
-"""Matrix products and running sums, as a TPU has them."""
+"""Matrix products and cumulative sums, as a TPU has them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,27 @@ def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
     return lax.dot_general(x, y, contracted, precision=precision, preferred_element_type=F32)
 
 
-def rows(x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x y`."""
     return _dot(x, y, (1, 0))
 
 
-def pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul_nt(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x yᵀ`."""
     return _dot(x, y, (1, 1))
 
 
-def sums(x: jax.Array, y: jax.Array) -> jax.Array:
+def matmul_tn(x: jax.Array, y: jax.Array) -> jax.Array:
     """`xᵀ y`."""
     return _dot(x, y, (0, 0))
 
 
 def index(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Each element's place along an axis."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def running_sums(x: jax.Array, reverse: bool) -> jax.Array:
+def cumsum_rows(x: jax.Array, reverse: bool) -> jax.Array:
     """Inclusive sums down the rows of `x [C, D]`, or up them."""
     C = x.shape[0]
     row = index(x.shape, 0) & (TILE - 1)
@@ -52,7 +53,7 @@ def running_sums(x: jax.Array, reverse: bool) -> jax.Array:
     return jnp.concatenate(tiles, 0)
 
 
-def running_sums_along(x: jax.Array, reverse: bool) -> jax.Array:
+def cumsum_lanes(x: jax.Array, reverse: bool) -> jax.Array:
     """Inclusive sums along the last axis of `x [rows, C]`, or against it."""
     C = x.shape[1]
     column, shift = index(x.shape, 1), 1
