@@ -37,8 +37,8 @@ def reshaped(name: str, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> 
 
 
 def one_plus(name: str) -> Source:
-    """The scale of a norm that is stored less 1."""
-    return Source([name], lambda shape: shape, lambda x: x + np.ones((), x.dtype))
+    """The scale of a norm that is stored less 1, added in float64: checkpoints are often bfloat16."""
+    return Source([name], lambda shape: shape, lambda x: x.astype(np.float64) + 1)
 
 
 def convolution(*names: str, sizes: Sequence[int] | None = None) -> Source:
@@ -77,14 +77,15 @@ def load(
     # what is no parameter, as rates that follow from the layer's number, is as the layer makes it
     values = nnx.to_pure_dict(nnx.state(build(), nnx.Not(nnx.Param))) if len(wanted) < len(parameters) else {}
     for path, source in wanted.items():
+        aim = parameters[path].get_value()
         arrays = [np.asarray(weights[prefix + name]) for name in source.names]
-        value = source.convert(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+        # NumPy has no common dtype for some pairs, such as bfloat16 and float16
+        joined = np.concatenate([each.astype(aim.dtype) for each in arrays]) if len(arrays) > 1 else arrays[0]
         *folders, last = path.split(".")
         place = values
         for folder in folders:
             place = place.setdefault(folder, {})
-        aim = parameters[path].get_value()
-        place[last] = jnp.asarray(value, aim.dtype).reshape(aim.shape)
+        place[last] = jnp.asarray(source.convert(joined), aim.dtype).reshape(aim.shape)
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state)
 

@@ -283,3 +283,21 @@ def test_scaled_rotation():
         rotary(16, 10000.0, {"rope_type": "longrope"})
     with pytest.raises(ValueError, match="rope_scaling: got no 'factor'; expected it, as yarn needs it"):
         rotary(16, 10000.0, {"rope_type": "yarn", "original_max_position_embeddings": 8})
+
+
+def test_scales_stored_less_1_are_added_exactly():
+    """Published weights are bfloat16, whose neighbours of 1 are 1/128 apart."""
+    published = PUBLISHED["softmax"]
+    weights = {name: each.astype(jnp.bfloat16) for name, each in published.weights().items()}
+    layer = published.layer.from_qwen3_next(weights, WIDTH, **published.options)
+    np.testing.assert_array_equal(layer.query_norm.scale[...], 1 + weights["q_norm.weight"].astype(np.float32))
+
+
+def test_parts_of_a_parameter_may_differ_in_dtype():
+    published = PUBLISHED["kda"]
+    weights = published.weights()
+    kinds = {"q": jnp.bfloat16, "k": np.float16, "v": np.float32}
+    parts = {f"{n}_conv1d.weight": weights[f"{n}_conv1d.weight"].astype(kind) for n, kind in kinds.items()}
+    layer = published.layer.from_fla(weights | parts, WIDTH, **published.options)
+    expected = np.concatenate([each.astype(np.float32) for each in parts.values()])[:, 0].T
+    np.testing.assert_array_equal(layer.convolution.kernel[...], expected)
