@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ejkernel.layers._dtypes import wide
+from ejkernel.layers._dtypes import matching, wide
 from ejkernel.layers._lags import lagged
 from ejkernel.layers._projection import Made
 
@@ -25,8 +25,8 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The mixed `x`, and its last `size - 1` tokens, which as `recent` continue the sequence."""
         delayed, recent = lagged(x, self.size - 1, recent, cu_seqlens)
-        taps = wide(self.kernel[...])[::-1]
-        mixed = sum(tap * wide(each) for tap, each in zip(taps, delayed, strict=True))
+        taps, delayed = self.kernel[...][::-1], map(wide, delayed)
+        mixed = sum(matching(tap, each) * each for tap, each in zip(taps, delayed, strict=True))
         if self.bias is not None:
-            mixed = mixed + wide(self.bias[...])
+            mixed = mixed + matching(self.bias[...], mixed)
         return jax.nn.silu(mixed).astype(x.dtype), recent

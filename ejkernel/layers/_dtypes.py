@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
@@ -25,4 +25,13 @@ def keep_inputs(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -
 
 def wide(x: jax.Array) -> jax.Array:
     """`x` in float32, or in float64 if it is so already: what norms and gates are computed in."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:
+    """`parameter` in the dtype of `x`, with its last dims: nothing is left to implicit promotion."""
+    return parameter.astype(x.dtype).reshape(*[1] * (x.ndim - parameter.ndim), *parameter.shape)

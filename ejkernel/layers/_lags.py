@@ -36,5 +36,5 @@ def _packed(x: jax.Array, count: int, recent: jax.Array, cu_seqlens: jax.Array) 
 
     sequence, position = prepare_token_indices(cu_seqlens, total_tokens=T).T
     delayed = [x, *(at(sequence, position + count - lag) for lag in range(1, count + 1))]
-    ends = jnp.diff(cu_seqlens)[:, None] + jnp.arange(count, dtype=cu_seqlens.dtype)
+    ends = jnp.diff(cu_seqlens)[:, None] + jnp.arange(count, dtype=cu_seqlens.dtype)[None]
     return delayed, at(jnp.arange(N, dtype=cu_seqlens.dtype)[:, None], ends)

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
-from ejkernel.layers._dtypes import wide
+from ejkernel.layers._dtypes import matching, wide
 
 
 class RMSNorm(nnx.Module):
@@ -19,4 +19,4 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = wide(x)
         x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return x * self.scale[...].astype(x.dtype)
+        return x * matching(self.scale[...], x)

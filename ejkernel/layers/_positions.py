@@ -10,12 +10,12 @@ def positions(x: jax.Array, start: jax.Array | None, cu_seqlens: jax.Array | Non
     """`[T]`, or `[B, T]` where rows `start` somewhere, `[B]` (packed: `[N]`); `x` is `[…, T, width]`."""
     T = x.shape[-2]
     if cu_seqlens is None:
-        return jnp.arange(T) if start is None else start[:, None] + jnp.arange(T, dtype=start.dtype)
+        return jnp.arange(T) if start is None else start[:, None] + jnp.arange(T, dtype=start.dtype)[None]
     sequence, position = prepare_token_indices(cu_seqlens, total_tokens=T).T
     if start is None or not start.shape[0]:
         return position
     # padding belongs to no sequence
-    return position + start.at[sequence].get(mode="fill", fill_value=0)
+    return position.astype(start.dtype) + start.at[sequence].get(mode="fill", fill_value=0)
 
 
 def advanced(x: jax.Array, start: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _checks
-from ejkernel.layers._dtypes import wide
+from ejkernel.layers._dtypes import matching, wide
 
 
 class Rotary(NamedTuple):
@@ -22,7 +22,8 @@ class Rotary(NamedTuple):
         """`x [..., T, H, K]`: the two halves of its first dims turned, the dims past twice the frequencies kept."""
         half = len(self.frequencies)
         turned, kept = wide(x[..., : 2 * half]), x[..., 2 * half :]
-        angles = positions[..., None, None].astype(turned.dtype) * jnp.asarray(self.frequencies, turned.dtype)
+        positions = positions.reshape(*[1] * (x.ndim - 2 - positions.ndim), *positions.shape, 1, 1).astype(turned.dtype)
+        angles = positions * matching(jnp.asarray(self.frequencies), positions)
         cos, sin = jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor  # [..., T, 1, half]
         first, second = turned[..., :half], turned[..., half:]
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ejkernel.layers._dtypes import wide
+from ejkernel.layers._dtypes import matching, wide
 from ejkernel.layers._projection import Made
 
 SHORTEST, LONGEST = 1e-3, 0.1
@@ -13,11 +13,13 @@ SHORTEST, LONGEST = 1e-3, 0.1
 
 def log_decay(A_log: jax.Array, chosen: jax.Array, bias: jax.Array) -> jax.Array:
     """`-exp(A_log) · softplus(chosen + bias)`, in at least float32."""
-    return -jnp.exp(wide(A_log)) * time_step(chosen, bias)
+    step = time_step(chosen, bias)
+    return -jnp.exp(matching(A_log, step)) * step
 
 
 def time_step(chosen: jax.Array, bias: jax.Array) -> jax.Array:
-    return jax.nn.softplus(wide(chosen) + wide(bias))
+    chosen = wide(chosen)
+    return jax.nn.softplus(chosen + matching(bias, chosen))
 
 
 def log_rates(heads: int, made: Made) -> jax.Array:

@@ -104,8 +104,8 @@ class GatedLinearAttention(GatedOutput):
         gate_normalizer: What the gate's logarithm is divided by.
         memory: The shortest and the longest time that a key dim remembers at first, in tokens.
         convolution: How many tokens, its own included, a query, key or value is made of by a short convolution;
-            `None` is without one. Keys then start out as the queries of the token before, if both have as many heads:
-            a query finds what followed when the text last looked like this.
+            `None` is without one. From 2 on, keys start out as the queries of the token before, if both have as many
+            heads: a query finds what followed when the text last looked like this.
         epsilon: Of the norm.
         dtype: What is computed in; `None` is the input's. Norms, gates and the memory are in at least float32.
         param_dtype: Of the parameters.
@@ -154,7 +154,7 @@ class GatedLinearAttention(GatedOutput):
         # log σ of it is -gate_normalizer / times
         bias = -self.gate_normalizer / times - jnp.log(-jnp.expm1(-self.gate_normalizer / times))
         self.gate_up.bias.set_value(bias.astype(param_dtype))  # type: ignore[union-attr]
-        if self.convolution is not None and self.kv_heads == heads:
+        if self.convolution is not None and self.convolution.size > 1 and self.kv_heads == heads:
             self._start_keys_as_queries_of_the_token_before(self.convolution)
 
     def _start_keys_as_queries_of_the_token_before(self, convolution: ShortConvolution) -> None:

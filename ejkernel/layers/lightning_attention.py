@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.layers import _weights
-from ejkernel.layers._dtypes import checked, wide
+from ejkernel.layers._dtypes import checked, wide, wide_dtype
 from ejkernel.layers._norm import RMSNorm
 from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, per_head, split
@@ -63,7 +63,7 @@ class LightningAttention(nnx.Module):
             per_head("width", width, heads) if head_dim is None else _checks.positive_int("head_dim", head_dim)
         )
         self.dtype, param_dtype = checked(dtype, param_dtype)
-        at_least = jnp.promote_types(param_dtype, jnp.float32)
+        at_least = wide_dtype(param_dtype)
         number = _checks.layer_number(layer_idx).astype(at_least)
         share = number / (_checks.positive_int("num_layers", num_layers) - 1 + 1e-5)
         rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=at_least))

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._dtypes import checked, wide
+from ejkernel.layers._dtypes import checked, matching, wide
 from ejkernel.layers._norm import RMSNorm
 from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, shared_by, split
@@ -114,7 +114,7 @@ class Mamba2(nnx.Module):
         value, key, query = jnp.split(mixed, [features, features + states], -1)
         value = split(value, self.heads)
         step = jnp.clip(time_step(chosen, self.dt_bias[...]), *self.time_step_limit)
-        rate = -jnp.exp(wide(self.A_log[...]))
+        rate = -jnp.exp(matching(self.A_log[...], step))
         # a group's queries and keys serve several heads' values
         output, memory = simple_gla(
             split(query, self.groups),
@@ -125,7 +125,8 @@ class Mamba2(nnx.Module):
             initial_state=None if state is None else state.memory,
             cu_seqlens=cu_seqlens,
         )
-        output = wide(output) + wide(self.D[...])[:, None] * wide(value)
+        value = wide(value)
+        output = wide(output) + matching(self.D[...][:, None], value) * value
         gated = self.norm(merge(output) * jax.nn.silu(wide(output_gate)))
         return without_padding(self.out(gated.astype(x.dtype)), cu_seqlens), RecurrentState(memory, recent)
 

@@ -225,6 +225,75 @@ def test_gradients_match_differences(layer, x, x64):
         assert_close((gradient * direction).sum(), slope, 1e-6, f"parameter {number}", max(abs(slope), ends[0] / 100))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64], ids=lambda each: each.__name__)
+def test_nothing_is_left_to_promotion(published, dtype, x64):
+    """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences continued.
+
+    float32 parameters, except that a float64 input has float64 ones; borders are int64 there.
+    """
+    cu_seqlens, steps = jnp.array([0, 3, 3, 8]), jnp.array([0, 1, 1, 2])
+    x = jnp.ones((2, TOKENS, WIDTH), dtype)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        layer = nnx.eval_shape(lambda: published.make(param_dtype=dtype if dtype == jnp.float64 else jnp.float32))
+        graph, variables = nnx.split(layer)
+
+        def calls(variables, x):
+            layer, state = nnx.merge(graph, variables), None
+            if isinstance(layer, layers.MultiHeadAttention):
+                state = layer.empty_cache(len(x), TOKENS, dtype)
+            output, _ = layer(x)
+            _, state = layer(x[:, :PROMPT], state)
+            step, state = layer(x[:, PROMPT : PROMPT + 1], state)
+            packed, states = layer(x[0], None, cu_seqlens)
+            more, states = layer(x[:1, :2], states, steps)
+            return output, step, packed, more
+
+        def loss(variables, x):
+            outputs = calls(variables, x)
+            return sum(each.astype(jnp.float32).sum() for each in outputs), outputs
+
+        _, outputs = jax.eval_shape(jax.grad(loss, (0, 1), has_aux=True), variables, x)
+    assert {each.dtype for each in outputs} == {jnp.dtype(dtype)}
+
+
+def test_float64_is_exact(published, x, x64):
+    """Parameters and inputs in float64: what is published to rounding, at once and step by step."""
+    graph, variables = nnx.split(published.make(param_dtype=jnp.float64))
+    layer, x = nnx.merge(graph, variables), np.asarray(x, np.float64)
+    run = jax.jit(lambda *arguments: nnx.merge(graph, variables)(*arguments))
+    output, _ = run(x)
+    state = layer.empty_cache(len(x), TOKENS, jnp.float64) if isinstance(layer, layers.MultiHeadAttention) else None
+    pieces = []
+    for t in range(TOKENS):
+        piece, state = run(x[:, t : t + 1], state)
+        pieces.append(piece)
+    for found in (output, jnp.concatenate(pieces, 1)):
+        assert found.dtype == jnp.float64
+        for row in range(len(x)):
+            assert_close(found[row], published.expected(published.weights(), x[row]), 1e-12)
+
+
+CONVOLVED = {
+    "gla": lambda **options: layers.GatedLinearAttention(WIDTH, 4, **options),
+    "gla, grouped": lambda **options: layers.GatedLinearAttention(WIDTH, 4, kv_heads=2, **options),
+    "retention": lambda **options: layers.Retention(WIDTH, 4, **options),
+    "gdn": lambda **options: layers.GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=4, value_dim=4, **options),
+    "kda": lambda **options: layers.KimiDeltaAttention(WIDTH, 2, head_dim=4, **options),
+    "mamba": lambda **options: layers.Mamba2(WIDTH, 4, head_dim=4, state_dim=4, **options),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_every_parameter_learns_from_the_start(name, size, x):
+    """Also those of convolutions over few tokens."""
+    layer = CONVOLVED[name](convolution=size, rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(layer)
+    gradients = jax.jit(jax.grad(lambda parameters: (nnx.merge(graph, parameters)(x)[0] ** 2).sum()))(parameters)
+    for path, each in jax.tree.leaves_with_path(gradients):
+        assert np.isfinite(each).all() and each.any(), jax.tree_util.keystr(path)
+
+
 def test_heads_are_partitioned(layer, published):
     specs = nnx.get_partition_spec(nnx.state(layer))
     assert specs[published.query]["kernel"].get_value() == jax.sharding.PartitionSpec(None, "model")
