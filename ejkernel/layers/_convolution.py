@@ -25,8 +25,9 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The mixed `x`, and its last `size - 1` tokens, which as `recent` continue the sequence."""
         delayed, recent = lagged(x, self.size - 1, recent, cu_seqlens)
-        taps, delayed = self.kernel[...][::-1], map(wide, delayed)
-        mixed = sum(matching(tap, each) * each for tap, each in zip(taps, delayed, strict=True))
+        taps = self.kernel[...][::-1]
+        first, *others = [matching(tap, each) * each for tap, each in zip(taps, map(wide, delayed), strict=True)]
+        mixed = sum(others, first)
         if self.bias is not None:
             mixed = mixed + matching(self.bias[...], mixed)
         return jax.nn.silu(mixed).astype(x.dtype), recent

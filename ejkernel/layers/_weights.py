@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -62,6 +63,10 @@ def load(
     `sources` says where each parameter of the layer comes from, by its path. Only names that begin with `prefix` are
     looked at; `ignored` ones (without it) may be there.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: got {type(weights).__name__}; expected a dict of arrays by name")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: got {type(prefix).__name__}; expected a string")
     layer = nnx.eval_shape(build)
     graph, state = nnx.split(layer)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
@@ -73,7 +78,9 @@ def load(
         whole = source.shape(parameters[path].get_value().shape)
         sizes = whole[:1] if source.sizes is None else source.sizes
         expected |= {name: (size, *whole[1:]) for name, size in zip(source.names, sizes, strict=True)}
-    _check({name: weights[name] for name in weights if name.startswith(prefix)}, prefix, expected, ignored, reference)
+    _check(
+        {name: weights[name] for name in weights if str(name).startswith(prefix)}, prefix, expected, ignored, reference
+    )
     # what is no parameter, as rates that follow from the layer's number, is as the layer makes it
     values = nnx.to_pure_dict(nnx.state(build(), nnx.Not(nnx.Param))) if len(wanted) < len(parameters) else {}
     for path, source in wanted.items():
@@ -97,8 +104,10 @@ def _check(
     for name, shape in expected.items():
         if prefix + name not in found:
             mistakes.append(f"{prefix}{name}: missing; expected shape {shape}")
-        elif tuple(found[prefix + name].shape) != shape:
-            mistakes.append(f"{prefix}{name}: got shape {tuple(found[prefix + name].shape)}; expected {shape}")
+        elif not isinstance(found[prefix + name], np.ndarray | jax.Array):
+            mistakes.append(f"{prefix}{name}: got {type(found[prefix + name]).__name__}; expected an array")
+        elif found[prefix + name].shape != shape:
+            mistakes.append(f"{prefix}{name}: got shape {found[prefix + name].shape}; expected {shape}")
         elif not jnp.issubdtype(found[prefix + name].dtype, jnp.floating):
             mistakes.append(f"{prefix}{name}: got dtype {found[prefix + name].dtype}; expected a floating-point dtype")
     allowed = {prefix + name for name in (*expected, *ignored)}

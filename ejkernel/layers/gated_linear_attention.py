@@ -16,6 +16,7 @@ from ejkernel.layers._norm import RMSNorm
 from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, per_head, shared_by, split, whole
 from ejkernel.layers._state import RecurrentState, begin
+from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.linear_attention import recurrent_gla
 
 
@@ -144,8 +145,7 @@ class GatedLinearAttention(GatedOutput):
         super().__init__(width, heads, kv_heads, key_width, value_width, convolution, epsilon, dtype, param_dtype, rngs)
         _checks.positive_int("gate_rank", gate_rank)
         self.gate_normalizer = _checks.positive("gate_normalizer", gate_normalizer)
-        if not isinstance(memory, tuple | list) or len(memory) != 2:
-            _checks.fail("memory", repr(memory), "(shortest, longest), in tokens")
+        memory = shortest_and_longest("memory", memory, "(shortest, longest), in tokens")
         shortest, longest = (_checks.positive("memory", each) for each in memory)
         made = Made(*checked(dtype, param_dtype), rngs)
         self.gate_down = whole(width, gate_rank, made)

@@ -28,7 +28,7 @@ class LightningAttention(nnx.Module):
     Args:
         width: Of the input and the output.
         heads: How many heads there are.
-        layer_idx: Which layer of the model this is, from 0; may be traced.
+        layer_idx: Which layer of the model this is, from 0 to `num_layers - 1`; may be traced.
         num_layers: How many layers the model has.
         head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
         epsilon: Of the norm.
@@ -64,8 +64,11 @@ class LightningAttention(nnx.Module):
         )
         self.dtype, param_dtype = checked(dtype, param_dtype)
         at_least = wide_dtype(param_dtype)
-        number = _checks.layer_number(layer_idx).astype(at_least)
-        share = number / (_checks.positive_int("num_layers", num_layers) - 1 + 1e-5)
+        number, num_layers = _checks.layer_number(layer_idx), _checks.positive_int("num_layers", num_layers)
+        # past the last layer the memory would grow
+        if _checks.is_concrete(layer_idx) and not 0 <= float(layer_idx) < num_layers:
+            _checks.fail("layer_idx", layer_idx, f"at least 0 and below num_layers, {num_layers}")
+        share = number.astype(at_least) / (num_layers - 1 + 1e-5)
         rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=at_least))
         self.log_decay = nnx.Variable(-rates * (1 - share + 1e-5))
         made = Made(self.dtype, param_dtype, rngs)

@@ -17,7 +17,7 @@ from ejkernel.layers._norm import RMSNorm
 from ejkernel.layers._padding import without_padding
 from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, shared_by, split
 from ejkernel.layers._state import RecurrentState, begin
-from ejkernel.layers._time_steps import time_step, time_step_bias
+from ejkernel.layers._time_steps import shortest_and_longest, time_step, time_step_bias
 from ejkernel.linear_attention import simple_gla
 
 
@@ -73,9 +73,7 @@ class Mamba2(nnx.Module):
         self.groups = shared_by("groups", groups, heads)
         self.head_dim = _checks.positive_int("head_dim", head_dim)
         self.state_dim = _checks.positive_int("state_dim", state_dim)
-        if not isinstance(time_step_limit, tuple | list) or len(time_step_limit) != 2:
-            _checks.fail("time_step_limit", repr(time_step_limit), "(shortest, longest)")
-        self.time_step_limit = tuple(map(float, time_step_limit))
+        self.time_step_limit = shortest_and_longest("time_step_limit", time_step_limit, "(shortest, longest)")
         self.dtype, param_dtype = checked(dtype, param_dtype)
         made = Made(self.dtype, param_dtype, rngs)
         bias = _checks.flag("bias", bias)

@@ -104,6 +104,9 @@ class MultiHeadAttention(nnx.Module):
         self.softmax_scale = None if softmax_scale is None else _checks.positive("softmax_scale", softmax_scale)
         if rope_theta is None:
             self.rotate = None
+            for name, each in (("rotary_dim", rotary_dim), ("rope_scaling", rope_scaling)):
+                if each is not None:
+                    _checks.fail(name, repr(each), "None, as rope_theta is None")
         else:
             turned = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
             if turned % 2 or turned > self.head_dim:
@@ -139,7 +142,7 @@ class MultiHeadAttention(nnx.Module):
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
-                capacity come out as NaN.
+                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
                 padding: output 0, no gradient, no effect.
         """
@@ -163,13 +166,15 @@ class MultiHeadAttention(nnx.Module):
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
         at = positions(x, cache.position, None)  # [B, T]
         query, key, value, gate = self._projected(x, at)
-        row = jnp.arange(x.shape[0])[:, None]
-        keys = cache.key.at[row, at].set(key.astype(cache.key.dtype), mode="drop")
-        values = cache.value.at[row, at].set(value.astype(cache.value.dtype), mode="drop")
+        fits = (at >= 0) & (at < cache.capacity)
+        # JAX takes a negative index for one from the end: past the capacity it is dropped
+        place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
+        keys = cache.key.at[place].set(key.astype(cache.key.dtype), mode="drop")
+        values = cache.value.at[place].set(value.astype(cache.value.dtype), mode="drop")
         # causality, counted from the first query's position, also hides the empty rest of the cache
         output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
         output = self._finish(output, gate)
-        output = jnp.where(at[..., None] < cache.capacity, output, jnp.asarray(jnp.nan, output.dtype))
+        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])
 
     def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:

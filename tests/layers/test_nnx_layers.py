@@ -315,6 +315,20 @@ def test_rows_of_a_cache_may_stand_at_different_positions(x):
     assert np.isnan(output[0]).all() and np.isfinite(output[1]).all()
 
 
+def test_tokens_at_negative_positions_are_not_stored(x):
+    """Where they are known only at run time, so that nothing can refuse them: no row from the end is overwritten."""
+    layer = PUBLISHED["softmax"].make()
+    call = nnx.jit(lambda layer, x, cache: layer(x, cache))
+    _, cache = call(layer, x[:, :4], layer.empty_cache(2, 5))
+    output, after = call(layer, x[:, 4:6], cache._replace(position=jnp.array([-3, -1])))
+    for found, before in zip(after[:2], cache[:2], strict=True):
+        np.testing.assert_array_equal(found[0], before[0])
+        np.testing.assert_array_equal(found[1, 1:], before[1, 1:])
+    assert np.isnan(output[0]).all() and np.isnan(output[1, 0]).all()
+    expected, _ = call(layer, x[1:, 5:6], layer.empty_cache(1, 5))
+    assert_close(output[1, 1], expected[0, 0], 1e-5)
+
+
 def test_explains_a_layer_that_ran(x):
     layer = PUBLISHED["retention"].make()
     jitted = nnx.jit(lambda layer, x: layer(x)[0])
