@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _checks
-from ejkernel.layers._dtypes import matching, wide
+from ejkernel.layers._parameters import matching, wide
 
 
 class Rotary(NamedTuple):
