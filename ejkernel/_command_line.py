@@ -1,4 +1,4 @@
-"""What the commands have in common: numbers in arguments, no device, and readers of their output that leave."""
+"""What the commands have in common: numbers in arguments, no device, and output that cannot be written."""
 
 import argparse
 import contextlib
@@ -8,17 +8,29 @@ from collections.abc import Callable
 
 
 def quietly(run: Callable[[], int]) -> int:
-    """The exit code of `run`, or 141 if whoever read its output has gone."""
+    """The exit code of `run`, or what its output or Ctrl-C ended it with, said in one line.
+
+    130 after Ctrl-C, 141 if whoever read the output has gone, 2 if it cannot be written, as on a full disk.
+    """
     try:
-        code = run()
-        # here rather than when Python ends, which could only complain
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
+        try:
+            return run()
+        finally:
+            # here rather than when Python ends, which could only complain; it is None if it was closed from the start
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except OSError as error:
         # what is still in the buffer has nowhere to go
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141
+        with contextlib.suppress(OSError):
+            print(error, file=sys.stderr, flush=True)
+        return 2
 
 
 def no_device() -> str | None:

@@ -23,7 +23,8 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "matplotlib", "rich", "triton", "j
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
-    0, 1 if it cannot run here, 2 for wrong use, 130 after Ctrl-C, 141 if whoever read its output has gone.
+    0, 1 if it cannot run here, 2 for wrong use or files that cannot be written, 130 after Ctrl-C, 141 if whoever read
+    its output has gone.
     """
     return quietly(lambda: _run(arguments))
 

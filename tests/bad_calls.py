@@ -588,6 +588,9 @@ def layer_ops() -> dict[str, Op]:
     ]
     cache, roomy = empty_cache(2, 2), empty_cache(2, 9)
     state = layers.RecurrentState(ones(2, 2, 2, 4), ones(2, 3, 16))
+    linear = {"rope_type": "linear", "factor": 8.0}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    llama3 = dict(yarn, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
     rows = {
         "GatedLinearAttention": [
             ({"key_width": 9}, ValueError, "key_width: got 9; expected a multiple of the 2 heads"),
@@ -599,6 +602,8 @@ def layer_ops() -> dict[str, Op]:
             ({"gate_rank": 0}, ValueError, "gate_rank: got 0; expected an int of at least 1"),
             ({"memory": (0, 8)}, ValueError, "memory: got 0.0; expected a number above 0"),
             ({"memory": 8}, ValueError, r"memory: got 8; expected \(shortest, longest\), in tokens"),
+            ({"memory": (8, 2)}, ValueError, r"memory: got \(8, 2\); expected \(shortest, longest\), in tokens"),
+            ({"memory": (2, INF)}, ValueError, "memory: got inf; expected a finite number"),
             ({"state": ones(2, 2, 2, 4)}, TypeError, "state: got ndarray; expected the RecurrentState of an earlier"),
             (
                 {"state": state, "x": ones(3, 1, 8), "convolution": 4},
@@ -639,6 +644,16 @@ def layer_ops() -> dict[str, Op]:
                 TypeError,
                 "state.position: got dtype float32; expected an integer dtype",
             ),
+            (
+                {"state": layers.RecurrentState(ones(2, 2, 4, 8), position=ones(2, dtype=np.int8))},
+                TypeError,
+                "state.position: got dtype int8; expected an integer dtype, int32 or int64",
+            ),
+            (
+                {"state": layers.RecurrentState(ones(2, 2, 4, 8), position=np.array([0, -3], np.int32))},
+                ValueError,
+                "state.position: got -3; expected positions of at least 0",
+            ),
             ({"key_width": 6}, ValueError, "key_width: got 6; expected an even width per head"),
             ({"rope_theta": 0}, ValueError, "rope_theta: got 0.0; expected a number above 0"),
         ],
@@ -648,6 +663,63 @@ def layer_ops() -> dict[str, Op]:
             ({"width": 6, "x": ones(2, 3, 6)}, ValueError, "head_dim: got 3; expected an even number of the 3 dims"),
             ({"head_dim": 0}, ValueError, "head_dim: got 0; expected an int of at least 1"),
             ({"rotary_dim": 6}, ValueError, "rotary_dim: got 6; expected an even number of the 4 dims of a head"),
+            (
+                {"rope_theta": None, "rotary_dim": 4},
+                ValueError,
+                "rotary_dim: got 4; expected None, as rope_theta is None",
+            ),
+            (
+                {"rope_theta": None, "rope_scaling": {}},
+                ValueError,
+                "rope_scaling: got {}; expected None, as rope_theta is None",
+            ),
+            ({"rope_scaling": "linear"}, TypeError, "rope_scaling: got str; expected a dict, as config.json has it"),
+            (
+                {"rope_scaling": {"rope_type": ["yarn"]}},
+                ValueError,
+                r"rope_scaling: got rope_type \['yarn'\]; expected",
+            ),
+            *(
+                ({"rope_scaling": dict(linear, factor=factor)}, error, f"rope_scaling.factor: got {got}; expected a")
+                for factor, error, got in (
+                    (0, ValueError, "0.0"),
+                    (-2.0, ValueError, "-2.0"),
+                    (NAN, ValueError, "nan"),
+                    (None, TypeError, "NoneType"),
+                    ("8", TypeError, "str"),
+                )
+            ),
+            (
+                {"rope_scaling": dict(llama3, high_freq_factor=1.0)},
+                ValueError,
+                "rope_scaling.high_freq_factor: got 1.0; expected a number above low_freq_factor, 1.0",
+            ),
+            (
+                {"rope_scaling": dict(llama3, original_max_position_embeddings=0)},
+                ValueError,
+                "rope_scaling.original_max_position_embeddings: got 0.0; expected a number above 0",
+            ),
+            ({"rope_theta": 1, "rope_scaling": yarn}, ValueError, "rope_theta: got 1.0; expected a number above 1"),
+            (
+                {"rope_scaling": dict(yarn, beta_slow=40)},
+                ValueError,
+                "rope_scaling.beta_fast: got 32.0; expected a number above beta_slow, 40.0",
+            ),
+            (
+                {"rope_scaling": dict(yarn, attention_factor=0)},
+                ValueError,
+                "rope_scaling.attention_factor: got 0.0; expected a number above 0",
+            ),
+            (
+                {"rope_scaling": dict(yarn, mscale="1", mscale_all_dim=1.0)},
+                TypeError,
+                "rope_scaling.mscale: got str; expected a number",
+            ),
+            (
+                {"rope_scaling": dict(yarn, truncate="no")},
+                TypeError,
+                "rope_scaling.truncate: got str; expected True or False",
+            ),
             ({"window": 0}, ValueError, "window: got 0; expected an int of at least 1"),
             ({"soft_cap": -1}, ValueError, "soft_cap: got -1.0; expected a number above 0"),
             ({"softmax_scale": None, "sinks": 1}, TypeError, "sinks: got int; expected True or False"),
@@ -668,6 +740,11 @@ def layer_ops() -> dict[str, Op]:
                 {"cache": roomy._replace(position=ones(2))},
                 TypeError,
                 "cache.position: got dtype float32; expected an int",
+            ),
+            (
+                {"cache": roomy._replace(position=jnp.array([-1, 2]))},
+                ValueError,
+                "cache.position: got -1; expected positions of at least 0",
             ),
             ({"cache": roomy._replace(position=0)}, TypeError, "cache.position: got int; expected an array"),
             (
@@ -717,11 +794,49 @@ def layer_ops() -> dict[str, Op]:
         [
             ({"groups": 3}, ValueError, "groups: got 3; expected a divisor of the 2 heads"),
             ({"time_step_limit": 1.0}, ValueError, r"time_step_limit: got 1.0; expected \(shortest, longest\)"),
+            *(
+                ({"time_step_limit": limit}, error, f"time_step_limit: got {got}; expected ")
+                for limit, error, got in (
+                    ((1.0, 0.5), ValueError, r"\(1.0, 0.5\)"),
+                    ((-1.0, 0.5), ValueError, r"\(-1.0, 0.5\)"),
+                    ((0.0, 0.0), ValueError, r"\(0.0, 0.0\)"),
+                    ((NAN, 1.0), ValueError, "nan"),
+                    ((0.1, NAN), ValueError, "nan"),
+                    ((INF, INF), ValueError, "inf"),
+                    (("0", 1.0), TypeError, "str"),
+                    ((0.0, None), TypeError, "NoneType"),
+                )
+            ),
             ({"state_dim": 0}, ValueError, "state_dim: got 0; expected an int of at least 1"),
         ],
         ("heads", "head_dim", "state_dim", "groups", "time_step_limit"),
     )
-    found["layers.LightningAttention"] = Op(lightning, {"x": x}, LAYER_NUMBER[:7])
+    beyond = [
+        ({"layer_idx": number}, ValueError, f"layer_idx: got {number}; expected at least 0 and below num_layers, 3")
+        for number in (9, 3, -1, NAN, np.int32(3))
+    ]
+    found["layers.LightningAttention"] = Op(lightning, {"x": x}, [*LAYER_NUMBER[:7], *beyond])
+    fitting = {name: ones(8, 8) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")}
+    found["layers.from_transformers"] = Op(
+        lambda weights, prefix: nnx.state(
+            layers.MultiHeadAttention.from_transformers(weights, 8, heads=2, prefix=prefix)
+        ),
+        {"weights": fitting, "prefix": ""},
+        [
+            ({"weights": None}, TypeError, "weights: got NoneType; expected a dict of arrays by name"),
+            ({"weights": [ones(8, 8)]}, TypeError, "weights: got list; expected a dict of arrays by name"),
+            ({"prefix": None}, TypeError, "prefix: got NoneType; expected a string"),
+            *(
+                (
+                    {"weights": dict(fitting, **{"q_proj.weight": bad})},
+                    ValueError,
+                    rf"weights: got 1 name .*\n  q_proj.weight: got {type(bad).__name__}; expected an array",
+                )
+                for bad in ([[0.0]], None, 1.0, "x")
+            ),
+            ({"weights": {**fitting, 3: ones(8)}}, ValueError, r"weights: got 1 name .*\n  3: unknown"),
+        ],
+    )
     names = ("batch", "capacity", "dtype")
     found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"], names)
     return found

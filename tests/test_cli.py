@@ -93,6 +93,44 @@ def test_a_reader_that_leaves_ends_it_quietly(command, tmp_path):
     assert (run.returncode, run.stdout, run.stderr) == (141, "", "")
 
 
+# buffered, as where a user's shell starts it: what is not written yet is found unwritable at the end
+BUFFERED = {name: value for name, value in HERE.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", ["info", "--version", "demo --help"])
+def test_a_full_disk_is_told_in_one_line(command):
+    run = subprocess.run(
+        f"{PYTHON} ejkernel.cli {command} > /dev/full", shell=True, capture_output=True, text=True, env=BUFFERED
+    )
+    assert run.returncode == 2
+    assert "No space left on device" in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files are closed as shells do it")
+def test_output_may_be_closed_from_the_start():
+    run = subprocess.run(f"{PYTHON} ejkernel.cli info >&-", shell=True, capture_output=True, text=True, env=HERE)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_interrupted_info_exits_with_130(capsys, monkeypatch):
+    def report():
+        yield "devices"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_report", report)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that even root cannot write to")
+@pytest.mark.parametrize("command", ["demo --out /proc/self", "bench --quick --json /proc/self/rows.json"])
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(command, capsys):
+    assert cli.main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "/proc/self" in printed.err and len(printed.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("command", ["demo", "bench --quick"])
 def test_no_device_is_told(command, tmp_path):
     command = f"{PYTHON} ejkernel.cli {command}"

@@ -174,8 +174,10 @@ def carried(dims: Dims, argument: str, x: Any, pattern: str) -> jax.Array:
 
 def position(dims: Dims, argument: str, x: Any) -> jax.Array:
     """`x`, where the next token of each of `B` rows or `N` packed sequences goes."""
-    x = array(argument, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
+    given, x = x, array(argument, x)
+    if x.dtype not in (jnp.int32, jnp.int64):  # narrower ones would wrap as tokens are added
+        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype, int32 or int64")
     dims.match(argument, x, rows(dims))
+    if is_concrete(given) and x.size and (lowest := np.asarray(given).min()) < 0:
+        fail(argument, lowest, "positions of at least 0")
     return x

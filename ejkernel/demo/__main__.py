@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
     path = options.out / "checkpoint.npz"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        # that nothing can be written there is better known before the training than after it
+        with tempfile.TemporaryFile(dir=options.out):
+            pass
         settings = Settings(seed=options.seed, steps=options.steps)
         start = time.perf_counter()
         print(f"{settings.steps} steps of training; first they are compiled, which takes some seconds", flush=True)

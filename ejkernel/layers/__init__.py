@@ -1,9 +1,17 @@
 """Flax NNX layers that published models are made of; needs Flax, which the extra `layers` brings.
 
 All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B, T, width]`, or `[T, width]` for a
-packed stream; the state continues a sequence, one token at a time if need be. Each has a function `from_…` that takes
-the weights of the implementation in use elsewhere. Kernels carry their partitioning: heads lie along the mesh axis
-`"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
+packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
+lie along the mesh axis `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
+
+Each has a function `from_…(weights, *arguments, prefix="", **options)` that makes it with the weights of the
+implementation in use elsewhere:
+
+- `weights`: arrays by the names of its state dict, as `safetensors.numpy` gives them.
+- `prefix`: what the names begin with; all others are left alone.
+- `*arguments`, `**options`: the layer's own, without `rngs`.
+
+A `ValueError` lists every name that is missing or unknown and every shape that does not fit.
 """
 
 try:
@@ -12,7 +20,7 @@ except ModuleNotFoundError as error:
     message = f"the layers need Flax, the extra layers: pip install '.[layers]' in a checkout ({error})"
     raise ModuleNotFoundError(message, name=error.name) from error
 
-from ejkernel.layers._state import RecurrentState
+from ejkernel.layers._recurrent import RecurrentState
 from ejkernel.layers.gated_delta_net import GatedDeltaNet
 from ejkernel.layers.gated_linear_attention import GatedLinearAttention
 from ejkernel.layers.kimi_delta_attention import KimiDeltaAttention

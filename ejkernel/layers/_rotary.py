@@ -1,7 +1,7 @@
 """Rotary embedding: pairs of a head's dims are turned by angles that grow with the token's position."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _checks
-from ejkernel.layers._dtypes import wide
+from ejkernel.layers._parameters import matching, wide
 
 
 class Rotary(NamedTuple):
@@ -22,7 +22,8 @@ class Rotary(NamedTuple):
         """`x [..., T, H, K]`: the two halves of its first dims turned, the dims past twice the frequencies kept."""
         half = len(self.frequencies)
         turned, kept = wide(x[..., : 2 * half]), x[..., 2 * half :]
-        angles = positions[..., None, None].astype(turned.dtype) * jnp.asarray(self.frequencies, turned.dtype)
+        positions = positions.reshape(*[1] * (x.ndim - 2 - positions.ndim), *positions.shape, 1, 1).astype(turned.dtype)
+        angles = positions * matching(jnp.asarray(self.frequencies), positions)
         cos, sin = jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor  # [..., T, 1, half]
         first, second = turned[..., :half], turned[..., half:]
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
@@ -34,14 +35,18 @@ def rotary(dims: int, theta: float, scaling: Mapping[str, Any] | None = None) ->
 
     Of its `rope_type`s there are `default`, `linear`, `llama3` and `yarn`.
     """
-    scaling = {} if scaling is None else dict(scaling)
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"rope_scaling: got {type(scaling).__name__}; expected a dict, as config.json has it")
+    scaling = dict(scaling or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         _checks.fail("rope_scaling", f"rope_type {kind!r}", f"one of {', '.join(SCALINGS)}")
-    try:
-        frequencies, factor = SCALINGS[kind](theta ** (-np.arange(0, dims, 2) / dims), theta, scaling)
-    except KeyError as missing:
-        raise ValueError(f"rope_scaling: got no {missing}; expected it, as {kind} needs it") from None
+    scaled, required, optional = SCALINGS[kind]
+    if missing := [name for name in required if name not in scaling]:
+        raise ValueError(f"rope_scaling: got no {missing[0]!r}; expected it, as {kind} needs it")
+    names = (*required, *(name for name in optional if scaling.get(name) is not None))
+    numbers = {name: _checks.positive(f"rope_scaling.{name}", scaling[name]) for name in names}
+    frequencies, factor = scaled(theta ** (-np.arange(0, dims, 2) / dims), theta, scaling | numbers)
     return Rotary(tuple(map(float, frequencies)), float(factor))
 
 
@@ -56,6 +61,8 @@ def _linear(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> t
 def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
     """Slow pairs are slowed down by `factor`, fast ones are not, those between partly."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if high <= low:
+        _checks.fail("rope_scaling.high_freq_factor", high, f"a number above low_freq_factor, {low}")
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     fast = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (fast + (1 - fast) / scaling["factor"]), 1.0
@@ -64,24 +71,46 @@ def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> t
 def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
     """As `_llama3`, but that what lies between is counted in pairs rather than in turns; and all are scaled."""
     pairs, length, factor = len(frequencies), scaling["original_max_position_embeddings"], scaling["factor"]
+    fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
+    if theta <= 1:
+        _checks.fail("rope_theta", theta, "a number above 1, as yarn needs it")
+    if fast <= slow:
+        _checks.fail("rope_scaling.beta_fast", fast, f"a number above beta_slow, {slow}")
 
     def pair(turns: float) -> float:
         return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    first, last = pair(fast), pair(slow)
+    if _checks.flag("rope_scaling.truncate", scaling.get("truncate", True)):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
-    slow = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
+    slowed = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
     scale = scaling.get("attention_factor")
     if scale is None:
 
         def of(mscale: float) -> float:
             return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
-        both = scaling.get("mscale") and scaling.get("mscale_all_dim")
-        scale = of(scaling["mscale"]) / of(scaling["mscale_all_dim"]) if both else of(1.0)
-    return frequencies * (1 - slow + slow / factor), scale
+        scale = of(1.0)
+        # 0, as some models have it, is as good as none
+        if (mscale := scaling.get("mscale")) and (of_all := scaling.get("mscale_all_dim")):
+            mscale = _checks.positive("rope_scaling.mscale", mscale)
+            scale = of(mscale) / of(_checks.positive("rope_scaling.mscale_all_dim", of_all))
+    return frequencies * (1 - slowed + slowed / factor), scale
 
 
-SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+# by `rope_type`: how frequencies are scaled, and which numbers `rope_scaling` must and may have for it
+SCALINGS: dict[str, tuple[Callable[..., tuple[np.ndarray, float]], tuple[str, ...], tuple[str, ...]]] = {
+    "default": (_default, (), ()),
+    "linear": (_linear, ("factor",), ()),
+    "llama3": (
+        _llama3,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        _yarn,
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor"),
+    ),
+}

@@ -3,103 +3,123 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 Layer = TypeVar("Layer", bound=nnx.Module)
+Shape = tuple[int, ...]
 Weights = Mapping[str, Any]
 
 
 class Source(NamedTuple):
-    """Where a parameter comes from: arrays by name, joined along their first axis, then put as the layer has them."""
+    """Where a parameter comes from: arrays by name, joined along their first axis, then converted.
+
+    `shape` is that of all arrays together, from the parameter's. `widths` are their sizes along the first axis.
+    """
 
     names: Sequence[str]
-    # of all of them together, from the parameter's
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    convert: Callable[[np.ndarray], np.ndarray]
-    # along the first axis, where there are several
-    sizes: Sequence[int] | None = None
+    shape: Callable[[Shape], Shape] = lambda shape: shape
+    convert: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    widths: Callable[[Any], Sequence[int]] | None = None
 
 
-def linear(name: str) -> Source:
-    """PyTorch's `Linear` has its weight the other way around."""
-    return Source([f"{name}.weight"], lambda shape: shape[::-1], np.transpose)
+Sources = dict[str, Source]
 
 
-def same(name: str) -> Source:
-    return Source([name], lambda shape: shape, lambda x: x)
+def linears(**names: str) -> Sources:
+    """Projections, `ours="theirs"`: PyTorch's `Linear` has its weight transposed."""
+    kernels = {
+        f"{our}.kernel": Source([f"{names[our]}.weight"], lambda shape: shape[::-1], np.transpose) for our in names
+    }
+    return kernels | copies({f"{our}.bias": f"{names[our]}.bias" for our in names})
 
 
-def reshaped(name: str, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Source:
-    """The same numbers in the same order; `shape` says theirs from the parameter's."""
-    return Source([name], shape, lambda x: x)
+def copies(names: Mapping[str, str]) -> Sources:
+    """Parameters that are stored as they are here, by our path and their name."""
+    return {path: Source([name]) for path, name in names.items()}
 
 
 def one_plus(name: str) -> Source:
-    """The scale of a norm that is stored less 1."""
-    return Source([name], lambda shape: shape, lambda x: x + np.ones((), x.dtype))
+    """The scale of a norm that is stored less 1, added in float64: checkpoints are often bfloat16."""
+    return Source([name], convert=lambda x: x.astype(np.float64) + 1)
 
 
-def convolution(*names: str, sizes: Sequence[int] | None = None) -> Source:
-    """PyTorch's depthwise `Conv1d`, `[channels, 1, size]`; several, of channels that stand side by side here."""
+def convolution(*names: str) -> Source:
+    """PyTorch's depthwise `Conv1d`, `[channels, 1, size]`; several are the parts of the layer's `convolution`."""
     return Source(
-        [f"{name}.weight" for name in names], lambda shape: (shape[1], 1, shape[0]), lambda x: x[:, 0].T, sizes
+        [f"{name}.weight" for name in names],
+        lambda shape: (shape[1], 1, shape[0]),
+        lambda x: x[:, 0].T,
+        (lambda layer: layer.convolution.widths) if len(names) > 1 else None,
     )
 
 
 def load(
-    build: Callable[[], Layer],
+    kind: Callable[..., Layer],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
     weights: Weights,
-    sources: Callable[[Layer], Mapping[str, Source | None]],
-    *,
     prefix: str,
     reference: str,
+    sources: Sources,
     ignored: Sequence[str] = (),
 ) -> Layer:
-    """The layer that `build` makes, with parameters from `weights`, whose every mistake is told at once.
+    """The layer `kind(*arguments, **options)` with parameters from `weights`; a `ValueError` lists all mistakes.
 
-    `sources` says where each parameter of the layer comes from, by its path. Only names that begin with `prefix` are
-    looked at; `ignored` ones (without it) may be there.
+    `sources` says where each parameter comes from, by its path; those of parameters that the layer does not have, as of
+    biases, are left out. Only names that begin with `prefix` are looked at; `ignored` ones (without it) may be there.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: got {type(weights).__name__}; expected a dict of arrays by name")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: got {type(prefix).__name__}; expected a string")
+
+    def build() -> Layer:
+        return kind(*arguments, **options, rngs=nnx.Rngs(0))
+
     layer = nnx.eval_shape(build)
     graph, state = nnx.split(layer)
-    parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    wanted = {path: source for path, source in sources(layer).items() if source is not None}
-    if odd := wanted.keys() ^ {path for path, each in parameters.items() if isinstance(each, nnx.Param)}:
-        raise NotImplementedError(f"{type(layer).__name__} and where its weights come from differ in {sorted(odd)}")
-    expected: dict[str, tuple[int, ...]] = {}
-    for path, source in wanted.items():
-        whole = source.shape(parameters[path].get_value().shape)
-        sizes = whole[:1] if source.sizes is None else source.sizes
-        expected |= {name: (size, *whole[1:]) for name, size in zip(source.names, sizes, strict=True)}
-    _check({name: weights[name] for name in weights if name.startswith(prefix)}, prefix, expected, ignored, reference)
+    variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    targets = {path: each.get_value() for path, each in variables.items() if isinstance(each, nnx.Param)}
+    if unknown := targets.keys() - sources.keys():
+        raise NotImplementedError(f"{type(layer).__name__}: no source of {sorted(unknown)}")
+    expected: dict[str, Shape] = {}
+    for path, target in targets.items():
+        source = sources[path]
+        shape = source.shape(target.shape)
+        widths = shape[:1] if source.widths is None else source.widths(layer)
+        expected |= {name: (width, *shape[1:]) for name, width in zip(source.names, widths, strict=True)}
+    found = {name: weights[name] for name in weights if str(name).startswith(prefix)}
+    _check(found, prefix, expected, ignored, reference)
     # what is no parameter, as rates that follow from the layer's number, is as the layer makes it
-    values = nnx.to_pure_dict(nnx.state(build(), nnx.Not(nnx.Param))) if len(wanted) < len(parameters) else {}
-    for path, source in wanted.items():
-        arrays = [np.asarray(weights[prefix + name]) for name in source.names]
-        value = source.convert(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+    values = nnx.to_pure_dict(nnx.state(build(), nnx.Not(nnx.Param))) if len(targets) < len(variables) else {}
+    for path, target in targets.items():
+        arrays = [np.asarray(weights[prefix + name]) for name in sources[path].names]
+        # NumPy has no common dtype for some pairs, such as bfloat16 and float16
+        joined = np.concatenate([each.astype(target.dtype) for each in arrays]) if len(arrays) > 1 else arrays[0]
         *folders, last = path.split(".")
         place = values
         for folder in folders:
             place = place.setdefault(folder, {})
-        aim = parameters[path].get_value()
-        place[last] = jnp.asarray(value, aim.dtype).reshape(aim.shape)
+        place[last] = jnp.asarray(sources[path].convert(joined), target.dtype).reshape(target.shape)
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state)
 
 
-def _check(
-    found: Weights, prefix: str, expected: Mapping[str, tuple[int, ...]], ignored: Sequence[str], reference: str
-) -> None:
+def _check(found: Weights, prefix: str, expected: Mapping[str, Shape], ignored: Sequence[str], reference: str) -> None:
     mistakes = []
     for name, shape in expected.items():
+        array = found.get(prefix + name)
         if prefix + name not in found:
             mistakes.append(f"{prefix}{name}: missing; expected shape {shape}")
-        elif tuple(found[prefix + name].shape) != shape:
-            mistakes.append(f"{prefix}{name}: got shape {tuple(found[prefix + name].shape)}; expected {shape}")
-        elif not jnp.issubdtype(found[prefix + name].dtype, jnp.floating):
-            mistakes.append(f"{prefix}{name}: got dtype {found[prefix + name].dtype}; expected a floating-point dtype")
+        elif not isinstance(array, np.ndarray | jax.Array):
+            mistakes.append(f"{prefix}{name}: got {type(array).__name__}; expected an array")
+        elif array.shape != shape:
+            mistakes.append(f"{prefix}{name}: got shape {array.shape}; expected {shape}")
+        elif not jnp.issubdtype(array.dtype, jnp.floating):
+            mistakes.append(f"{prefix}{name}: got dtype {array.dtype}; expected a floating-point dtype")
     allowed = {prefix + name for name in (*expected, *ignored)}
     mistakes += [f"{name}: unknown" for name in found if name not in allowed]
     if mistakes:

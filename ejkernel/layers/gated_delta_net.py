@@ -1,6 +1,5 @@
 """Gated DeltaNet, as transformers' Qwen3-Next has it."""
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -12,30 +11,27 @@ from ejkernel import _checks
 from ejkernel.delta_rule import gated_delta_rule
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._dtypes import checked, wide
-from ejkernel.layers._norm import RMSNorm
-from ejkernel.layers._padding import without_padding
-from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, shared_by, split
-from ejkernel.layers._state import RecurrentState, begin
-from ejkernel.layers._time_steps import log_decay, log_rates, time_step_bias
+from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, split_heads, wide
+from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._time_steps import log_decay, log_rates, time_step, time_step_bias
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(RecurrentLayer):
     """Gated DeltaNet: a token replaces what its key recalls, after a gate per head has faded the memory.
 
     The log decay is `-exp(A_log) · softplus(x W_a + dt_bias)` and the share replaced `σ(x W_b)`, both one a value head.
 
     Args:
-        width: Of the input and the output.
+        width: Last dim of the input and the output.
         key_heads: How many heads queries and keys have, a divisor of `value_heads`.
         value_heads: How many heads values, gates and memories have.
         key_dim: Of each head's queries and keys.
         value_dim: Of each head's values.
-        convolution: How many tokens, its own included, a query, key or value is made of by the short convolution.
-        epsilon: Of the norm.
-        dtype: What is computed in; `None` is the input's. Norms, gates and the memory are in at least float32.
-        param_dtype: Of the parameters.
-        rngs: Where parameters are drawn from.
+        convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
+        epsilon: Added to the mean square in the norm.
+        dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
+        param_dtype: The dtype of the parameters.
+        rngs: Random keys for the initial parameters.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -61,86 +57,50 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.width = _checks.positive_int("width", width)
-        self.key_heads = shared_by("key_heads", key_heads, value_heads, "value_heads")
+        init = ParamInit(dtype, param_dtype, rngs)
+        self.key_heads = group_count("key_heads", key_heads, value_heads, "value_heads")
         self.value_heads = value_heads
-        self.key_dim, self.value_dim = (
-            _checks.positive_int("key_dim", key_dim),
-            _checks.positive_int("value_dim", value_dim),
-        )
-        self.dtype, param_dtype = checked(dtype, param_dtype)
-        made = Made(self.dtype, param_dtype, rngs)
+        self.key_dim = _checks.positive_int("key_dim", key_dim)
+        self.value_dim = _checks.positive_int("value_dim", value_dim)
+        super().__init__(width, (value_heads, key_dim, value_dim), init)
         keys, values = key_heads * key_dim, value_heads * value_dim
         # of a key head side by side: its query, its key, and the values and output gates of the value heads it serves
-        self.query_key_value_gate = into_heads(width, 2 * keys + 2 * values, made)
+        self.query_key_value_gate = init.column_parallel(width, 2 * keys + 2 * values)
         # likewise what they replace and forget
-        self.beta_decay = into_heads(width, 2 * value_heads, made)
-        size = _checks.positive_int("convolution", convolution)
-        self.convolution = ShortConvolution(size, 2 * keys + values, made)
-        self.A_log = nnx.Param(log_rates(value_heads, made))
-        self.dt_bias = nnx.Param(time_step_bias(value_heads, made))
-        self.norm = RMSNorm(value_dim, epsilon, param_dtype)
-        self.out = out_of_heads(values, width, made)
+        self.beta_decay = init.column_parallel(width, 2 * value_heads)
+        self.convolution = ShortConvolution(convolution, (keys, keys, values), init)
+        self.A_log = log_rates(value_heads, init)
+        self.dt_bias = time_step_bias(value_heads, init)
+        self.norm = init.norm(value_dim, epsilon)
+        self.out = init.row_parallel(values, width)
 
-    def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
-    ) -> tuple[jax.Array, RecurrentState]:
-        """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
-
-        Args:
-            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            state: From an earlier call that this one continues; `None` starts from nothing.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
-                gradient, no effect.
-        """
-        dims = _checks.Dims(width=self.width, H=self.value_heads, K=self.key_dim, V=self.value_dim)
-        x, state, cu_seqlens = begin(x, state, cu_seqlens, self.dtype, dims, self.convolution)
-        served = self.value_heads // self.key_heads
-        K, values = self.key_dim, served * self.value_dim
-        grouped = split(self.query_key_value_gate(x), self.key_heads)  # [..., key_heads, 2 K + 2 values]
-        *parts, output_gate = map(merge, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
-        mixed, recent = self.convolution(jnp.concatenate(parts, -1), state and state.recent, cu_seqlens)
-        query, key, value = jnp.split(mixed, [self.key_heads * K, 2 * self.key_heads * K], -1)
-        replaced, forgotten = map(merge, jnp.split(split(wide(self.beta_decay(x)), self.key_heads), 2, -1))
+    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+        K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
+        grouped = split_heads(self.query_key_value_gate(x), self.key_heads)  # [..., key_heads, 2 K + 2 values]
+        *parts, output_gate = map(merge_heads, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
+        (query, key, value), recent = self.convolution(parts, state.recent, cu_seqlens)
+        beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
+        replaced, forgotten = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
-            split(query, self.key_heads),
-            split(key, self.key_heads),
-            split(value, self.value_heads),
-            log_decay(self.A_log[...], forgotten, self.dt_bias[...]),
+            split_heads(query, self.key_heads),
+            split_heads(key, self.key_heads),
+            split_heads(value, self.value_heads),
+            log_decay(self.A_log[...], time_step(forgotten, self.dt_bias[...])),
             jax.nn.sigmoid(replaced),
-            initial_state=None if state is None else state.memory,
+            initial_state=state.memory,
             cu_seqlens=cu_seqlens,
             normalize=True,
         )
-        gated = self.norm(output) * jax.nn.silu(wide(split(output_gate, self.value_heads)))
-        output = without_padding(self.out(merge(gated).astype(x.dtype)), cu_seqlens)
-        return output, RecurrentState(memory, recent)
+        gated = normed_and_gated(self.norm, output, jax.nn.silu(wide(output_gate)))
+        return gated, RecurrentState(memory, recent)
 
     @classmethod
-    def from_transformers(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Qwen3NextGatedDeltaNet`.
-
-        Args:
-            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
-            *arguments: As the layer's own.
-            prefix: What the names begin with here; all others are left alone.
-            **options: As the layer's own, without `rngs`.
-
-        Raises:
-            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
-        """
-        return _weights.load(
-            lambda: cls(*arguments, **options, rngs=nnx.Rngs(0)),
-            weights,
-            lambda layer: {
-                "query_key_value_gate.kernel": _weights.linear("in_proj_qkvz"),
-                "beta_decay.kernel": _weights.linear("in_proj_ba"),
-                "convolution.kernel": _weights.convolution("conv1d"),
-                "A_log": _weights.same("A_log"),
-                "dt_bias": _weights.same("dt_bias"),
-                "norm.scale": _weights.same("norm.weight"),
-                "out.kernel": _weights.linear("out_proj"),
-            },
-            prefix=prefix,
-            reference="transformers' Qwen3NextGatedDeltaNet of these sizes",
-        )
+    def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The weights of transformers' `Qwen3NextGatedDeltaNet`; `ejkernel.layers` documents the arguments."""
+        reference = "transformers' Qwen3NextGatedDeltaNet of these sizes"
+        sources = {
+            **_weights.linears(query_key_value_gate="in_proj_qkvz", beta_decay="in_proj_ba", out="out_proj"),
+            **_weights.copies({"A_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
+            "convolution.kernel": _weights.convolution("conv1d"),
+        }
+        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)

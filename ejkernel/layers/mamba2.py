@@ -1,7 +1,6 @@
 """The Mamba-2 mixer, as transformers' Mamba-2 and Bamba have it."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -12,35 +11,32 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._dtypes import checked, wide
-from ejkernel.layers._norm import RMSNorm
-from ejkernel.layers._padding import without_padding
-from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, shared_by, split
-from ejkernel.layers._state import RecurrentState, begin
-from ejkernel.layers._time_steps import time_step, time_step_bias
+from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, split_heads, wide
+from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
+from ejkernel.layers._time_steps import log_decay, shortest_and_longest, time_step, time_step_bias
 from ejkernel.linear_attention import simple_gla
 
 
-class Mamba2(nnx.Module):
+class Mamba2(RecurrentLayer):
     """Mamba-2: a state space model whose every token chooses a time step per head, for which the memory fades.
 
     It is linear attention with queries `C`, keys `B` and values `x · dt`, whose log decay is `-exp(A_log) · dt` with
     `dt = softplus(… + dt_bias)`, and to whose output `D · x` is added.
 
     Args:
-        width: Of the input and the output.
+        width: Last dim of the input and the output.
         heads: How many heads values, time steps and memories have.
         head_dim: Of each head's values.
         state_dim: Of queries and keys.
         groups: How many heads queries and keys have, a divisor of `heads`.
-        convolution: How many tokens, its own included, a query, key or value is made of by the short convolution.
+        convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
         convolution_bias: Whether that has a bias.
         bias: Whether the projections have one.
         time_step_limit: The shortest and the longest time step, past which they are cut off.
-        epsilon: Of the norm.
-        dtype: What is computed in; `None` is the input's. Norms, time steps and the memory are in at least float32.
-        param_dtype: Of the parameters.
-        rngs: Where parameters are drawn from.
+        epsilon: Added to the mean square in the norm.
+        dtype: The dtype to compute in; `None` is the input's. Norms, time steps and the memory are in at least float32.
+        param_dtype: The dtype of the parameters.
+        rngs: Random keys for the initial parameters.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -69,94 +65,52 @@ class Mamba2(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.width, self.heads = _checks.positive_int("width", width), heads
-        self.groups = shared_by("groups", groups, heads)
+        init = ParamInit(dtype, param_dtype, rngs)
+        self.heads, self.groups = heads, group_count("groups", groups, heads)
         self.head_dim = _checks.positive_int("head_dim", head_dim)
         self.state_dim = _checks.positive_int("state_dim", state_dim)
-        if not isinstance(time_step_limit, tuple | list) or len(time_step_limit) != 2:
-            _checks.fail("time_step_limit", repr(time_step_limit), "(shortest, longest)")
-        self.time_step_limit = tuple(map(float, time_step_limit))
-        self.dtype, param_dtype = checked(dtype, param_dtype)
-        made = Made(self.dtype, param_dtype, rngs)
-        bias = _checks.flag("bias", bias)
-        features, channels = heads * head_dim, heads * head_dim + 2 * groups * state_dim
+        super().__init__(width, (heads, state_dim, head_dim), init)
+        self.time_step_limit = shortest_and_longest("time_step_limit", time_step_limit, "(shortest, longest)")
+        bias, convolution_bias = _checks.flag("bias", bias), _checks.flag("convolution_bias", convolution_bias)
+        features, states = heads * head_dim, groups * state_dim
         # side by side: the output gate, the convolution's channels (values, keys, queries), the time steps
-        self.into = into_heads(width, features + channels + heads, made, bias=bias)
-        self.convolution = ShortConvolution(
-            _checks.positive_int("convolution", convolution),
-            channels,
-            made,
-            bias=_checks.flag("convolution_bias", convolution_bias),
-        )
-        self.A_log = nnx.Param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)).astype(param_dtype))
-        self.D = nnx.Param(jnp.ones(heads, param_dtype))
-        self.dt_bias = nnx.Param(time_step_bias(heads, made))
-        self.norm = RMSNorm(features, epsilon, param_dtype)
-        self.out = out_of_heads(features, width, made, bias=bias)
+        self.into = init.column_parallel(width, 2 * features + 2 * states + heads, bias=bias)
+        self.convolution = ShortConvolution(convolution, (features, states, states), init, bias=convolution_bias)
+        self.A_log = init.param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
+        self.D = init.param(jnp.ones(heads))
+        self.dt_bias = time_step_bias(heads, init)
+        self.norm = init.norm(features, epsilon)
+        self.out = init.row_parallel(features, width, bias=bias)
 
-    def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
-    ) -> tuple[jax.Array, RecurrentState]:
-        """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
-
-        Args:
-            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            state: From an earlier call that this one continues; `None` starts from nothing.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
-                gradient, no effect.
-        """
-        dims = _checks.Dims(width=self.width, H=self.heads, K=self.state_dim, V=self.head_dim)
-        x, state, cu_seqlens = begin(x, state, cu_seqlens, self.dtype, dims, self.convolution)
+    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
-        projected = self.into(x)
-        output_gate, mixed, chosen = jnp.split(projected, [features, 2 * features + 2 * states], -1)
-        mixed, recent = self.convolution(mixed, state and state.recent, cu_seqlens)
-        value, key, query = jnp.split(mixed, [features, features + states], -1)
-        value = split(value, self.heads)
+        ends = [features, 2 * features, 2 * features + states, 2 * features + 2 * states]
+        output_gate, *parts, chosen = jnp.split(self.into(x), ends, -1)
+        (value, key, query), recent = self.convolution(parts, state.recent, cu_seqlens)
+        value = wide(split_heads(value, self.heads))
         step = jnp.clip(time_step(chosen, self.dt_bias[...]), *self.time_step_limit)
-        rate = -jnp.exp(wide(self.A_log[...]))
         # a group's queries and keys serve several heads' values
         output, memory = simple_gla(
-            split(query, self.groups),
-            split(key, self.groups),
-            (wide(value) * step[..., None]).astype(x.dtype),
-            rate * step,
+            split_heads(query, self.groups),
+            split_heads(key, self.groups),
+            (value * step[..., None]).astype(x.dtype),
+            log_decay(self.A_log[...], step),
             softmax_scale=1.0,
-            initial_state=None if state is None else state.memory,
+            initial_state=state.memory,
             cu_seqlens=cu_seqlens,
         )
-        output = wide(output) + wide(self.D[...])[:, None] * wide(value)
-        gated = self.norm(merge(output) * jax.nn.silu(wide(output_gate)))
-        return without_padding(self.out(gated.astype(x.dtype)), cu_seqlens), RecurrentState(memory, recent)
+        output = wide(output) + matching(self.D[...][:, None], value) * value
+        gated = self.norm(merge_heads(output) * jax.nn.silu(wide(output_gate)))
+        return gated, RecurrentState(memory, recent)
 
     @classmethod
-    def from_transformers(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Mamba2Mixer` or `BambaMixer`.
-
-        Args:
-            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
-            *arguments: As the layer's own.
-            prefix: What the names begin with here; all others are left alone.
-            **options: As the layer's own, without `rngs`.
-
-        Raises:
-            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
-        """
-        return _weights.load(
-            lambda: cls(*arguments, **options, rngs=nnx.Rngs(0)),
-            weights,
-            lambda layer: {
-                "into.kernel": _weights.linear("in_proj"),
-                "into.bias": _weights.same("in_proj.bias") if layer.into.bias is not None else None,
-                "convolution.kernel": _weights.convolution("conv1d"),
-                "convolution.bias": _weights.same("conv1d.bias") if layer.convolution.bias is not None else None,
-                "A_log": _weights.same("A_log"),
-                "D": _weights.same("D"),
-                "dt_bias": _weights.same("dt_bias"),
-                "norm.scale": _weights.same("norm.weight"),
-                "out.kernel": _weights.linear("out_proj"),
-                "out.bias": _weights.same("out_proj.bias") if layer.out.bias is not None else None,
-            },
-            prefix=prefix,
-            reference="transformers' Mamba2Mixer of these sizes",
-        )
+    def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The weights of transformers' `Mamba2Mixer` or `BambaMixer`; `ejkernel.layers` documents the arguments."""
+        reference = "transformers' Mamba2Mixer of these sizes"
+        sources = {
+            **_weights.linears(into="in_proj", out="out_proj"),
+            **_weights.copies({"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
+            **_weights.copies({"convolution.bias": "conv1d.bias"}),
+            "convolution.kernel": _weights.convolution("conv1d"),
+        }
+        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)

@@ -11,12 +11,9 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
-from ejkernel.layers._dtypes import checked, wide
-from ejkernel.layers._norm import RMSNorm
-from ejkernel.layers._padding import without_padding
-from ejkernel.layers._positions import positions
-from ejkernel.layers._projection import Made, into_heads, merge, out_of_heads, per_head, shared_by, split
+from ejkernel.layers._parameters import ParamInit, group_count, head_width, merge_heads, split_heads, wide
 from ejkernel.layers._rotary import rotary
+from ejkernel.layers._tokens import layer_input, positions, without_padding
 
 
 class KeyValueCache(NamedTuple):
@@ -43,7 +40,7 @@ class MultiHeadAttention(nnx.Module):
     Its options make it the attention of Llama, Gemma-2, gpt-oss, Qwen3 and Qwen3-Next; their defaults are Llama's.
 
     Args:
-        width: Of the input and the output.
+        width: Last dim of the input and the output.
         heads: How many heads queries have.
         kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
         head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
@@ -57,10 +54,10 @@ class MultiHeadAttention(nnx.Module):
         rope_theta: The base of the rotation's frequencies; `None` is without rotation.
         rotary_dim: How many of a head's dims are rotated; `None` is all.
         rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3` or `yarn`.
-        epsilon: Of the norms.
-        dtype: What is computed in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
-        param_dtype: Of the parameters.
-        rngs: Where parameters are drawn from.
+        epsilon: Added to the mean square in the norms.
+        dtype: The dtype to compute in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
+        param_dtype: The dtype of the parameters.
+        rngs: Random keys for the initial parameters.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -96,32 +93,33 @@ class MultiHeadAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.width, self.heads = _checks.positive_int("width", width), heads
-        self.head_dim = per_head("width", width, heads) if head_dim is None else head_dim
+        self.head_dim = head_width("width", width, heads) if head_dim is None else head_dim
         _checks.positive_int("head_dim", self.head_dim)
-        self.kv_heads = shared_by("kv_heads", heads if kv_heads is None else kv_heads, heads)
+        self.kv_heads = group_count("kv_heads", heads if kv_heads is None else kv_heads, heads)
         self.window = None if window is None else _checks.positive_int("window", window)
         self.soft_cap = None if soft_cap is None else _checks.positive("soft_cap", soft_cap)
         self.softmax_scale = None if softmax_scale is None else _checks.positive("softmax_scale", softmax_scale)
         if rope_theta is None:
             self.rotate = None
+            for name, each in (("rotary_dim", rotary_dim), ("rope_scaling", rope_scaling)):
+                if each is not None:
+                    _checks.fail(name, repr(each), "None, as rope_theta is None")
         else:
             turned = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
             if turned % 2 or turned > self.head_dim:
                 name, got = ("head_dim", self.head_dim) if rotary_dim is None else ("rotary_dim", turned)
                 _checks.fail(name, got, f"an even number of the {self.head_dim} dims of a head, as rotation needs")
             self.rotate = rotary(turned, _checks.positive("rope_theta", rope_theta), rope_scaling)
-        self.dtype, param_dtype = checked(dtype, param_dtype)
-        made = Made(self.dtype, param_dtype, rngs)
+        init = ParamInit(dtype, param_dtype, rngs)
+        self.dtype = init.dtype
         bias, self.output_gate = _checks.flag("bias", bias), _checks.flag("output_gate", output_gate)
         # a head's gate stands beside its query
-        self.query = into_heads(width, (2 if output_gate else 1) * heads * self.head_dim, made, bias=bias)
-        self.key, self.value = (into_heads(width, self.kv_heads * self.head_dim, made, bias=bias) for _ in range(2))
-        self.out = out_of_heads(heads * self.head_dim, width, made, bias=bias)
+        self.query = init.column_parallel(width, (2 if output_gate else 1) * heads * self.head_dim, bias=bias)
+        self.key, self.value = (init.column_parallel(width, self.kv_heads * self.head_dim, bias=bias) for _ in range(2))
+        self.out = init.row_parallel(heads * self.head_dim, width, bias=bias)
         normed = _checks.flag("norm", norm)
-        self.query_norm, self.key_norm = (
-            RMSNorm(self.head_dim, epsilon, param_dtype) if normed else None for _ in range(2)
-        )
-        self.sinks = nnx.Param(jnp.zeros(heads, param_dtype)) if _checks.flag("sinks", sinks) else None
+        self.query_norm, self.key_norm = (init.norm(self.head_dim, epsilon) if normed else None for _ in range(2))
+        self.sinks = init.param(jnp.zeros(heads)) if _checks.flag("sinks", sinks) else None
 
     def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KeyValueCache:
         """Room for `capacity` tokens of each of `batch` sequences; `None` is the layer's `dtype` or else float32."""
@@ -139,13 +137,12 @@ class MultiHeadAttention(nnx.Module):
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
-                capacity come out as NaN.
+                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
                 padding: output 0, no gradient, no effect.
         """
         dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
-        x, cu_seqlens = _checks.layer_input(dims, x, cu_seqlens)
-        x = without_padding(x if self.dtype is None else x.astype(self.dtype), cu_seqlens)
+        x, cu_seqlens = layer_input(dims, x, cu_seqlens, self.dtype)
         if cache is None:
             query, key, value, gate = self._projected(x, positions(x, None, cu_seqlens))
             output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens, **self._options())
@@ -163,20 +160,22 @@ class MultiHeadAttention(nnx.Module):
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
         at = positions(x, cache.position, None)  # [B, T]
         query, key, value, gate = self._projected(x, at)
-        row = jnp.arange(x.shape[0])[:, None]
-        keys = cache.key.at[row, at].set(key.astype(cache.key.dtype), mode="drop")
-        values = cache.value.at[row, at].set(value.astype(cache.value.dtype), mode="drop")
+        fits = (at >= 0) & (at < cache.capacity)
+        # JAX takes a negative index for one from the end: past the capacity it is dropped
+        place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
+        keys = cache.key.at[place].set(key.astype(cache.key.dtype), mode="drop")
+        values = cache.value.at[place].set(value.astype(cache.value.dtype), mode="drop")
         # causality, counted from the first query's position, also hides the empty rest of the cache
         output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
         output = self._finish(output, gate)
-        output = jnp.where(at[..., None] < cache.capacity, output, jnp.asarray(jnp.nan, output.dtype))
+        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])
 
     def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        query, gate = split(self.query(x), self.heads), None
+        query, gate = split_heads(self.query(x), self.heads), None
         if self.output_gate:
             query, gate = jnp.split(query, 2, -1)
-        key, value = (split(project(x), self.kv_heads) for project in (self.key, self.value))
+        key, value = (split_heads(project(x), self.kv_heads) for project in (self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query).astype(x.dtype), self.key_norm(key).astype(x.dtype)
         if self.rotate is not None:
@@ -194,63 +193,30 @@ class MultiHeadAttention(nnx.Module):
     def _finish(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
         if gate is not None:
             output = (wide(output) * jax.nn.sigmoid(wide(gate))).astype(output.dtype)
-        return self.out(merge(output))
+        return self.out(merge_heads(output))
 
     @classmethod
-    def from_transformers(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
+    def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
 
-        Args:
-            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
-            *arguments: As the layer's own.
-            prefix: What the names begin with here; all others are left alone.
-            **options: As the layer's own, without `rngs`.
-
-        Raises:
-            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
+        `ejkernel.layers` documents the arguments.
         """
         reference = "transformers' attention of these sizes and options"
-        return cls._load(weights, arguments, options, prefix, reference, _weights.same)
+        return _weights.load(cls, arguments, options, weights, prefix, reference, _SOURCES)
 
     @classmethod
-    def from_qwen3_next(cls, weights: Mapping[str, Any], *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Qwen3NextAttention`, whose `norm` and `output_gate` are on.
+    def from_qwen3_next(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The weights of transformers' `Qwen3NextAttention`, `norm` and `output_gate` on.
 
-        Args:
-            weights: Arrays by the names of its state dict, as `safetensors.numpy` gives them.
-            *arguments: As the layer's own.
-            prefix: What the names begin with here; all others are left alone.
-            **options: As the layer's own, without `rngs`.
-
-        Raises:
-            ValueError: Names that are missing or unknown, or shapes that do not fit: all of them are listed.
+        `ejkernel.layers` documents the arguments.
         """
-        options = {"norm": True, "output_gate": True, **options}
         reference = "transformers' Qwen3NextAttention of these sizes"
-        return cls._load(weights, arguments, options, prefix, reference, _weights.one_plus)
+        options = {"norm": True, "output_gate": True, **options}
+        scales = {f"{name}_norm.scale": _weights.one_plus(f"{name[0]}_norm.weight") for name in ("query", "key")}
+        return _weights.load(cls, arguments, options, weights, prefix, reference, _SOURCES | scales)
 
-    @classmethod
-    def _load(
-        cls,
-        weights: Mapping[str, Any],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        prefix: str,
-        reference: str,
-        scale: Any,
-    ) -> Self:
-        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
 
-        def sources(layer: Any) -> dict[str, _weights.Source | None]:
-            biased, normed = layer.query.bias is not None, layer.query_norm is not None
-            return {
-                **{f"{ours}.kernel": _weights.linear(theirs) for ours, theirs in names.items()},
-                **{f"{ours}.bias": _weights.same(f"{theirs}.bias") for ours, theirs in names.items() if biased},
-                "query_norm.scale": scale("q_norm.weight") if normed else None,
-                "key_norm.scale": scale("k_norm.weight") if normed else None,
-                "sinks": _weights.same("sinks") if layer.sinks is not None else None,
-            }
-
-        return _weights.load(
-            lambda: cls(*arguments, **options, rngs=nnx.Rngs(0)), weights, sources, prefix=prefix, reference=reference
-        )
+_SOURCES = {
+    **_weights.linears(query="q_proj", key="k_proj", value="v_proj", out="o_proj"),
+    **_weights.copies({"query_norm.scale": "q_norm.weight", "key_norm.scale": "k_norm.weight", "sinks": "sinks"}),
+}

@@ -225,6 +225,75 @@ def test_gradients_match_differences(layer, x, x64):
         assert_close((gradient * direction).sum(), slope, 1e-6, f"parameter {number}", max(abs(slope), ends[0] / 100))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64], ids=lambda each: each.__name__)
+def test_nothing_is_left_to_promotion(published, dtype, x64):
+    """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences continued.
+
+    float32 parameters, except that a float64 input has float64 ones; borders are int64 there.
+    """
+    cu_seqlens, steps = jnp.array([0, 3, 3, 8]), jnp.array([0, 1, 1, 2])
+    x = jnp.ones((2, TOKENS, WIDTH), dtype)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        layer = nnx.eval_shape(lambda: published.make(param_dtype=dtype if dtype == jnp.float64 else jnp.float32))
+        graph, variables = nnx.split(layer)
+
+        def calls(variables, x):
+            layer, state = nnx.merge(graph, variables), None
+            if isinstance(layer, layers.MultiHeadAttention):
+                state = layer.empty_cache(len(x), TOKENS, dtype)
+            output, _ = layer(x)
+            _, state = layer(x[:, :PROMPT], state)
+            step, state = layer(x[:, PROMPT : PROMPT + 1], state)
+            packed, states = layer(x[0], None, cu_seqlens)
+            more, states = layer(x[:1, :2], states, steps)
+            return output, step, packed, more
+
+        def loss(variables, x):
+            outputs = calls(variables, x)
+            return sum(each.astype(jnp.float32).sum() for each in outputs), outputs
+
+        _, outputs = jax.eval_shape(jax.grad(loss, (0, 1), has_aux=True), variables, x)
+    assert {each.dtype for each in outputs} == {jnp.dtype(dtype)}
+
+
+def test_float64_is_exact(published, x, x64):
+    """Parameters and inputs in float64: what is published to rounding, at once and step by step."""
+    graph, variables = nnx.split(published.make(param_dtype=jnp.float64))
+    layer, x = nnx.merge(graph, variables), np.asarray(x, np.float64)
+    run = jax.jit(lambda *arguments: nnx.merge(graph, variables)(*arguments))
+    output, _ = run(x)
+    state = layer.empty_cache(len(x), TOKENS, jnp.float64) if isinstance(layer, layers.MultiHeadAttention) else None
+    pieces = []
+    for t in range(TOKENS):
+        piece, state = run(x[:, t : t + 1], state)
+        pieces.append(piece)
+    for found in (output, jnp.concatenate(pieces, 1)):
+        assert found.dtype == jnp.float64
+        for row in range(len(x)):
+            assert_close(found[row], published.expected(published.weights(), x[row]), 1e-12)
+
+
+CONVOLVED = {
+    "gla": lambda **options: layers.GatedLinearAttention(WIDTH, 4, **options),
+    "gla, grouped": lambda **options: layers.GatedLinearAttention(WIDTH, 4, kv_heads=2, **options),
+    "retention": lambda **options: layers.Retention(WIDTH, 4, **options),
+    "gdn": lambda **options: layers.GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=4, value_dim=4, **options),
+    "kda": lambda **options: layers.KimiDeltaAttention(WIDTH, 2, head_dim=4, **options),
+    "mamba": lambda **options: layers.Mamba2(WIDTH, 4, head_dim=4, state_dim=4, **options),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_every_parameter_learns_from_the_start(name, size, x):
+    """Also those of convolutions over few tokens."""
+    layer = CONVOLVED[name](convolution=size, rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(layer)
+    gradients = jax.jit(jax.grad(lambda parameters: (nnx.merge(graph, parameters)(x)[0] ** 2).sum()))(parameters)
+    for path, each in jax.tree.leaves_with_path(gradients):
+        assert np.isfinite(each).all() and each.any(), jax.tree_util.keystr(path)
+
+
 def test_heads_are_partitioned(layer, published):
     specs = nnx.get_partition_spec(nnx.state(layer))
     assert specs[published.query]["kernel"].get_value() == jax.sharding.PartitionSpec(None, "model")
@@ -244,6 +313,20 @@ def test_rows_of_a_cache_may_stand_at_different_positions(x):
     assert cache.position.tolist() == [5, 3]
     output, _ = call(layer, token, cache)
     assert np.isnan(output[0]).all() and np.isfinite(output[1]).all()
+
+
+def test_tokens_at_negative_positions_are_not_stored(x):
+    """Where they are known only at run time, so that nothing can refuse them: no row from the end is overwritten."""
+    layer = PUBLISHED["softmax"].make()
+    call = nnx.jit(lambda layer, x, cache: layer(x, cache))
+    _, cache = call(layer, x[:, :4], layer.empty_cache(2, 5))
+    output, after = call(layer, x[:, 4:6], cache._replace(position=jnp.array([-3, -1])))
+    for found, before in zip(after[:2], cache[:2], strict=True):
+        np.testing.assert_array_equal(found[0], before[0])
+        np.testing.assert_array_equal(found[1, 1:], before[1, 1:])
+    assert np.isnan(output[0]).all() and np.isnan(output[1, 0]).all()
+    expected, _ = call(layer, x[1:, 5:6], layer.empty_cache(1, 5))
+    assert_close(output[1, 1], expected[0, 0], 1e-5)
 
 
 def test_explains_a_layer_that_ran(x):
@@ -283,3 +366,21 @@ def test_scaled_rotation():
         rotary(16, 10000.0, {"rope_type": "longrope"})
     with pytest.raises(ValueError, match="rope_scaling: got no 'factor'; expected it, as yarn needs it"):
         rotary(16, 10000.0, {"rope_type": "yarn", "original_max_position_embeddings": 8})
+
+
+def test_scales_stored_less_1_are_added_exactly():
+    """Published weights are bfloat16, whose neighbours of 1 are 1/128 apart."""
+    published = PUBLISHED["softmax"]
+    weights = {name: each.astype(jnp.bfloat16) for name, each in published.weights().items()}
+    layer = published.layer.from_qwen3_next(weights, WIDTH, **published.options)
+    np.testing.assert_array_equal(layer.query_norm.scale[...], 1 + weights["q_norm.weight"].astype(np.float32))
+
+
+def test_parts_of_a_parameter_may_differ_in_dtype():
+    published = PUBLISHED["kda"]
+    weights = published.weights()
+    kinds = {"q": jnp.bfloat16, "k": np.float16, "v": np.float32}
+    parts = {f"{n}_conv1d.weight": weights[f"{n}_conv1d.weight"].astype(kind) for n, kind in kinds.items()}
+    layer = published.layer.from_fla(weights | parts, WIDTH, **published.options)
+    expected = np.concatenate([each.astype(np.float32) for each in parts.values()])[:, 0].T
+    np.testing.assert_array_equal(layer.convolution.kernel[...], expected)

@@ -94,7 +94,7 @@ def test_packed(case):
 )
 def test_first_phases(case):
     """What a slice of tokens does to states, and to their cotangents, where tokens are sharded."""
-    phases = _phases.of(IMPLEMENTATIONS[0])
+    phases = _phases.phases_of(IMPLEMENTATIONS[0])
 
     @jax.jit
     def run(arrays, d_output):

@@ -1,0 +1,61 @@
+"""What gated linear attention and retention share, as flash-linear-attention has it."""
+
+import jax
+
+from ejkernel.layers import _weights
+from ejkernel.layers._convolution import ShortConvolution
+from ejkernel.layers._parameters import ParamInit, group_count, head_width, split_heads, wide
+from ejkernel.layers._recurrent import RecurrentLayer, RecurrentState, normed_and_gated
+
+
+class GatedOutputLayer(RecurrentLayer):
+    """Queries, keys and values, perhaps convolved, and an output that is normalised per head and gated by SiLU."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None,
+        key_width: int,
+        value_width: int,
+        convolution: int | None,
+        epsilon: float,
+        init: ParamInit,
+    ) -> None:
+        self.heads = heads
+        self.key_dim = head_width("key_width", key_width, heads)
+        self.value_dim = head_width("value_width", value_width, heads)
+        self.kv_heads = group_count("kv_heads", heads if kv_heads is None else kv_heads, heads)
+        super().__init__(width, (heads, self.key_dim, self.value_dim), init)
+        widths = (key_width, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim)
+        self.query, self.key, self.value = (init.column_parallel(width, each) for each in widths)
+        if convolution is not None:
+            self.convolution = ShortConvolution(convolution, widths, init)
+        self.output_gate = init.column_parallel(width, value_width)
+        self.norm = init.norm(self.value_dim, epsilon)
+        self.out = init.row_parallel(value_width, width)
+
+    def _projected(
+        self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Queries, keys and values by heads, and the convolution's last tokens."""
+        parts, recent = [self.query(x), self.key(x), self.value(x)], None
+        if self.convolution is not None:
+            parts, recent = self.convolution(parts, state.recent, cu_seqlens)
+        query, key, value = parts
+        return (
+            split_heads(query, self.heads),
+            split_heads(key, self.kv_heads),
+            split_heads(value, self.kv_heads),
+            recent,
+        )
+
+    def _gated(self, x: jax.Array, output: jax.Array) -> jax.Array:
+        return normed_and_gated(self.norm, output, jax.nn.silu(wide(self.output_gate(x))))
+
+
+SOURCES = {
+    **_weights.linears(query="q_proj", key="k_proj", value="v_proj", output_gate="g_proj", out="o_proj"),
+    **_weights.copies({"norm.scale": "g_norm_swish_gate.weight"}),
+    "convolution.kernel": _weights.convolution("q_conv1d", "k_conv1d", "v_conv1d"),
+}

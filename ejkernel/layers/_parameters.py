@@ -1,0 +1,119 @@
+"""Parameters of layers: how they are made and partitioned, and in which dtype they are computed with."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from ejkernel import _checks
+
+Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
+MODEL_AXIS = "model"
+
+
+class ParamInit:
+    """Makes a layer's parameters, from its arguments `dtype`, `param_dtype` and `rngs`."""
+
+    def __init__(self, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> None:
+        self.dtype = None if dtype is None else _checks.floating_dtype("dtype", dtype)
+        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"rngs: got {type(rngs).__name__}; expected nnx.Rngs")
+        self.rngs = rngs
+
+    def column_parallel(self, width: int, features: int, *, bias: bool = False) -> nnx.Linear:
+        """Into heads: `[…, width]` to `[…, features]`, whose columns are split over `MODEL_AXIS`."""
+        return self._linear(width, features, (None, MODEL_AXIS), bias)
+
+    def row_parallel(self, features: int, width: int, *, bias: bool = False) -> nnx.Linear:
+        """Out of heads: `[…, features]` to `[…, width]`, summed over `MODEL_AXIS`."""
+        return self._linear(features, width, (MODEL_AXIS, None), bias)
+
+    def replicated(self, width: int, features: int) -> nnx.Linear:
+        """`[…, width]` to `[…, features]`, few enough to have on every device."""
+        return self._linear(width, features, (None, None), False)
+
+    def _linear(self, rows: int, columns: int, partition: tuple[str | None, ...], bias: bool) -> nnx.Linear:
+        # annotations only: placing parameters as they are made would demand a mesh of those who have none
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), partition, eager_sharding=False)
+        zeros = nnx.with_partitioning(nnx.initializers.zeros_init(), partition[1:], eager_sharding=False)
+        return nnx.Linear(
+            rows,
+            columns,
+            use_bias=bias,
+            kernel_init=kernel,
+            bias_init=zeros,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            promote_dtype=_in_dtype_of_first,
+            rngs=self.rngs,
+        )
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float, dtype: DTypeLike) -> jax.Array:
+        return jax.random.uniform(self.rngs.params(), shape, dtype, low, high)
+
+    def param(self, values: jax.Array) -> nnx.Param:
+        return nnx.Param(values.astype(self.param_dtype))
+
+    def norm(self, dims: int, epsilon: float) -> "RMSNorm":
+        return RMSNorm(dims, epsilon, self.param_dtype)
+
+
+def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
+    """All of `arrays` in `dtype`, or in the first one's: Flax's default would make a bfloat16 input float32."""
+    dtype = arrays[0].dtype if dtype is None else dtype
+    return tuple(None if each is None else each.astype(dtype) for each in arrays)  # type: ignore[return-value]
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x²) + epsilon) * scale` over the last axis, in at least float32."""
+
+    def __init__(self, dims: int, epsilon: float, param_dtype: DTypeLike) -> None:
+        self.epsilon = _checks.positive("epsilon", epsilon)
+        self.scale = nnx.Param(jnp.ones(dims, param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = wide(x)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return x * matching(self.scale[...], x)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32, or in float64 if it is so already: what norms and gates are computed in."""
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:
+    """`parameter` in the dtype of `x`, with its last dims: nothing is left to implicit promotion."""
+    return parameter.astype(x.dtype).reshape(*[1] * (x.ndim - parameter.ndim), *parameter.shape)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def head_width(name: str, width: int, heads: int) -> int:
+    """How wide a head is when `heads` of them share `width` evenly."""
+    _checks.positive_int("heads", heads)
+    if _checks.positive_int(name, width) % heads:
+        _checks.fail(name, width, f"a multiple of the {heads} heads")
+    return width // heads
+
+
+def group_count(name: str, groups: int, heads: int, whose: str = "heads") -> int:
+    """A number of heads, each shared by a group of equally many of the `heads`."""
+    _checks.positive_int(whose, heads)
+    if heads % _checks.positive_int(name, groups):
+        _checks.fail(name, groups, f"a divisor of the {heads} {whose}")
+    return groups

@@ -1,0 +1,79 @@
+"""The base of layers with a memory: what they carry from call to call, and how they are called."""
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from ejkernel import _checks
+from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads
+from ejkernel.layers._tokens import layer_input, without_padding
+
+
+class RecurrentState(NamedTuple):
+    """What a layer with a memory carries from token to token; its size does not depend on how many there were.
+
+    Attributes:
+        memory: `[B, H, K, V]`; packed, here and below, `[N, …]`.
+        recent: `[B, size - 1, channels]`, the last tokens that a short convolution still needs; `None` without one.
+        position: `[B]` int32, how many tokens there were; `None` where the layer does not need it.
+    """
+
+    memory: jax.Array
+    recent: jax.Array | None = None
+    position: jax.Array | None = None
+
+
+Mixed = tuple[jax.Array, RecurrentState]
+# what a sequence starts from; ops and the convolution take `None` for zeros
+START = RecurrentState(None)  # type: ignore[arg-type]
+
+
+class RecurrentLayer(nnx.Module):
+    """A layer with a memory: subclasses make the parameters, `out` among them, and compute with them in `_mix`."""
+
+    convolution: Any = None  # or a `ShortConvolution`
+    out: nnx.Linear
+    counts_tokens = False  # whether the state has a position
+
+    def __init__(self, width: int, memory_shape: tuple[int, int, int], init: ParamInit) -> None:
+        self.width, self.memory_shape, self.dtype = _checks.positive_int("width", width), memory_shape, init.dtype
+
+    def __call__(
+        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
+    ) -> tuple[jax.Array, RecurrentState]:
+        """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
+
+        Args:
+            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
+            state: From an earlier call that this one continues; `None` starts from nothing.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
+                gradient, no effect.
+        """
+        dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
+        x, cu_seqlens = layer_input(dims, x, cu_seqlens, self.dtype)
+        mixed, state = self._mix(x, self._checked_state(dims, state), cu_seqlens)
+        return without_padding(self.out(mixed.astype(x.dtype)), cu_seqlens), state
+
+    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+        """What `out` projects, `[…, T, heads · dim]`, and the next state; `state` is `START` or an earlier one."""
+        raise NotImplementedError
+
+    def _checked_state(self, dims: _checks.Dims, state: Any) -> RecurrentState:
+        if state is None:
+            return START
+        if not isinstance(state, RecurrentState):
+            raise TypeError(f"state: got {type(state).__name__}; expected the RecurrentState of an earlier call")
+        memory, recent, position = state
+        memory = _checks.carried(dims, "state.memory", memory, "H K V")
+        if self.convolution is not None:
+            dims.sizes |= {"recent": self.convolution.size - 1, "channels": self.convolution.channels}
+            recent = _checks.carried(dims, "state.recent", recent, "recent channels")
+        if self.counts_tokens:
+            position = _checks.position(dims, "state.position", position)
+        return RecurrentState(memory, recent, position)
+
+
+def normed_and_gated(norm: RMSNorm, output: jax.Array, gate: jax.Array) -> jax.Array:
+    """`norm` of each head's output, times the activated `gate [..., T, heads · dim]`; heads side by side."""
+    return merge_heads(norm(output) * split_heads(gate, output.shape[-2]))
