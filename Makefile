@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench cpu-map tpu tpu-training clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench tpu tpu-training clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -67,19 +67,11 @@ mutants: $(VENV)/.dev
 # The layers beside those of transformers and flash-linear-attention. It installs gigabytes, so CI leaves it out; the
 # docs show what it wrote last. PIP_PEERS='--index-url …' may name an index that has PyTorch for the CPU alone.
 peers: $(VENV)-peers/.peers
-	JAX_PLATFORMS=cpu $(VENV)-peers/bin/python -m peers --json benchmarks/results/layers.json
+	JAX_PLATFORMS=cpu $(VENV)-peers/bin/python -m benchmarks.peers --json benchmarks/results/layers.json
 
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.spread_time --json benchmarks/results/spread_time.json
-
-# Where a CPU is faster token by token than by chunks, beside a plain scan, for the oldest and the newest JAX: rows for
-# docs/cpu.md, and the table that calls go by. Wants an otherwise idle machine for ten minutes; rows that are there are
-# kept, so rm benchmarks/results/cpu_map_*.json measures all anew.
-cpu-map: $(VENV)/.dev newest
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map
-	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m benchmarks.cpu_map
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map --table
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
 # shows. An hour on two cores; interrupted, it goes on where it was.

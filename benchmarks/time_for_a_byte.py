@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench.timing import Row
+from benchmarks.timing import Row
 from ejkernel.demo import generation, report
 from ejkernel.demo.__main__ import CONTEXTS
 from ejkernel.demo.training import Settings, build

@@ -334,40 +334,6 @@ def _layers_versions() -> Iterator[list[str]]:
     yield [found["date"], *found["versions"].values()]
 
 
-KINDS = {
-    "head": "a gate a head",
-    "key": "key gates",
-    "value": "value gates",
-    "delta": "`delta_rule`",
-}
-
-
-def _cpu_map(packed: bool, gradient: bool) -> Iterator[list[str]]:
-    """How many times as long as ours a scan takes, by JAX release."""
-    reports = sorted(RESULTS.glob("cpu_map_*.json"), key=lambda file: len(file.name))
-    found: dict[tuple[str, int, int], dict[int, list[dict[str, Any]]]] = {}
-    for report in reports:
-        for row in json.loads(report.read_text())["rows"]:
-            if (row["packed"], row["gradient"]) == (packed, gradient):
-                cells = found.setdefault((row["kind"], row["heads"], row["dim"]), {})
-                cells.setdefault(row["tokens"], []).append(row)
-    tokens = sorted({number for cells in found.values() for number in cells})
-    yield ["", "heads", "dims", *(f"T {number:,}" for number in tokens)]
-    for (kind, heads, dim), cells in found.items():
-        shown = (_beside(cells.get(number, [])) for number in tokens)
-        yield [KINDS[kind], str(heads), str(dim), *shown]
-
-
-def _beside(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    text = " / ".join(
-        _times(row["tokens_times" if row["by_tokens"] else "chunks_times"])
-        for row in rows
-    )
-    return f"*{text}*" if all(row["by_tokens"] for row in rows) else text
-
-
 def _one_query() -> Iterator[list[str]]:
     """Decoding beside einsums, by call, on two releases of JAX."""
     names = ("flash_attention", "attention")
@@ -401,10 +367,6 @@ def _overhead() -> Iterator[list[str]]:
 
 
 TABLES = {
-    "cpu_map": lambda: _cpu_map(packed=False, gradient=False),
-    "cpu_map_packed": lambda: _cpu_map(packed=True, gradient=False),
-    "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
-    "cpu_map_packed_gradients": lambda: _cpu_map(packed=True, gradient=True),
     "one_query": _one_query,
     "overhead": _overhead,
     "tpu_schedules": lambda: _schedules("tpu_schedules"),

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
-from ejkernel.demo import generation, report
+from ejkernel.demo import drawing, generation, report
 from ejkernel.demo.checkpoint import CheckpointError
 from ejkernel.demo.training import HELD_OUT, Score, Settings, Trained, evaluate, train
 

@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ejkernel.bench import figures
-from ejkernel.bench.document import Block, Figure, Heading, Paragraph, Points, Table, as_html, as_markdown
-from ejkernel.bench.kinds import DIRECTIONS, line
-from ejkernel.bench.machine import Machine, machines
-from ejkernel.bench.results import OURS, Report, Row
+from benchmarks.page import figures
+from benchmarks.page.document import Block, Figure, Heading, Paragraph, Points, Table, as_html, as_markdown
+from benchmarks.page.machine import Machine, machines
+from ejkernel.bench.calls import DIRECTIONS
+from ejkernel.bench.results import OURS, Report, Row, line
 from ejkernel.bench.results import write as write_file
 
 SUFFIXES = (".html", ".md")

@@ -10,10 +10,10 @@ import torch
 from flax import nnx
 from transformers import Qwen3NextForCausalLM
 
-from peers.compare import difference
-from peers.references import qwen3_next_config
+from benchmarks.peers.compare import difference
+from benchmarks.peers.references import qwen3_next_config
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import qwen3_next as example
 
 PROMPT, COUNT = 12, 8

@@ -4,17 +4,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ejkernel import _drawing as drawing
-from ejkernel.bench.document import Figure
-from ejkernel.bench.kinds import DIRECTIONS
-from ejkernel.bench.machine import Curve, Machine
-from ejkernel.bench.ops import OPS
+from benchmarks import drawing
+from benchmarks.page.document import Figure
+from benchmarks.page.machine import Curve, Machine
+from ejkernel._ops import OPS
+from ejkernel.bench.calls import DIRECTIONS
 from ejkernel.bench.results import OURS
 
 SIZE = (336, 280)  # two beside each other in a column of text, one on a phone, neither scaled
-# the delta rule came last: what was drawn before looks as it did
-DRAWN = (*(name for name, op in OPS.items() if not op.corrects), "scan", "jax.nn")
-NUMBERS = {name: number for number, name in enumerate((*DRAWN, *(name for name in OPS if name not in DRAWN)))}
+NUMBERS = {name: number for number, name in enumerate((*OPS, "scan", "jax.nn"))}
 WHO = {name: number for number, name in enumerate((OURS, "scan", "fla", "jax.nn", "cudnn"))}
 
 

@@ -11,8 +11,8 @@ import torch
 from flax import nnx
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.peers.references import WIDTH, Reference, draw
 from ejkernel import layers
-from peers.references import WIDTH, Reference, draw
 
 BATCH, TOKENS, PROMPT, STEPS = 2, 70, 9, 6
 

@@ -1,4 +1,4 @@
-"""Lines, bars and maps as SVG, by matplotlib: the same letters for the same numbers, legible on white and black."""
+"""Lines as SVG, by matplotlib: the same text for the same numbers, legible on white and black."""
 
 import io
 import math
@@ -13,7 +13,6 @@ COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#9b5de5", "#b07d00", "#0097a7", "#d
 MARKS = "sD^o"
 # what a picture is drawn in, and what takes its place where the reader's screen is dark
 INK, GRID, PAPER = "#2f333b", "#dcdee3", "#ffffff"
-ON_COLOUR = "#101318"  # which stays
 DARK = {INK: "#d8dae0", GRID: "#3a3f4b", PAPER: "#1e2129"}
 STYLE = "".join(
     f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
@@ -80,10 +79,10 @@ def lines(
     """
     dashed = dashed or {}
     names = list(dict.fromkeys([*curves, *dashed]))
-    look = _looks(names, colours)
+    look = looks(names, colours)
     drawn: list[tuple[str, Points, Any]] = [(name, points, "-") for name, points in curves.items()]
     drawn += [(name, points, (0, (4, 3))) for name, points in dashed.items()]
-    with _Picture(title, size) as picture:
+    with Picture(title, size) as picture:
         axes = picture.axes
         for name, points, style in drawn:
             colour, mark = look[name]
@@ -106,75 +105,7 @@ def lines(
         return picture.svg(handles, names)
 
 
-def bars(
-    title: str,
-    unit: str,
-    rows: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
-    *,
-    flat: bool = False,
-    size: tuple[int, int] = (640, 400),
-    colours: Mapping[str, int] | None = None,
-) -> str:
-    """A bar for each of `series` in each of `rows`, on a logarithmic axis; `flat` ones have their names at left."""
-    look = _looks(list(series), colours)
-    values = [value for each in series.values() for value in each if value]
-    values.append(0.97 * min(values))  # a bar of no length would be none
-    with _Picture(title, size) as picture:
-        axes = picture.axes
-        low, _ = picture.across_axis(values) if flat else picture.up_axis(values, log=True)
-        thick = 0.84 / len(series)
-        handles = []
-        for number, (name, each) in enumerate(series.items()):
-            known = [(row, value) for row, value in enumerate(each) if value]
-            at = [row - 0.42 + (number + 0.5) * thick for row, _ in known]
-            # from where the axis begins: a logarithmic one has no zero
-            lengths = [value - low for _, value in known]
-            draw = axes.barh if flat else axes.bar
-            start = {"left": low} if flat else {"bottom": low}
-            draw(at, lengths, thick * 0.9, color=look[name][0], **start)
-            handles.append(picture.patch(color=look[name][0]))
-        if flat:
-            axes.set_yticks(range(len(rows)), rows)
-            axes.set_ylim(len(rows) - 0.5, -0.5)
-            axes.set_xlabel(unit)
-        else:
-            axes.set_xticks(range(len(rows)), rows)
-            axes.set_ylabel(unit)
-        return picture.svg(handles, list(series))
-
-
-def heat(
-    title: str,
-    x_label: str,
-    columns: Sequence[str],
-    rows: Mapping[str, Sequence[float | None]],
-    steps: Mapping[str, tuple[float, str]],
-    *,
-    size: tuple[int, int],
-) -> str:
-    """A number in a coloured place for each column of each row.
-
-    `steps` are the legend: to each name below what, and in which colour, which words in `ON_COLOUR` must be legible on.
-    """
-    with _Picture(title, size) as picture:
-        axes = picture.axes
-        for row, values in enumerate(rows.values()):
-            for column, value in enumerate(values):
-                if value is not None:
-                    colour = next(colour for below, colour in steps.values() if value < below)
-                    axes.barh(row, 0.96, 0.92, left=column - 0.48, color=colour)
-                    said = f"{value:.2f}" if value < 10 else f"{value:.0f}"
-                    axes.text(column, row, said, color=ON_COLOUR, size=10, ha="center", va="center")
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_xlim(-0.5, len(columns) - 0.5)
-        axes.set_xlabel(x_label)
-        return picture.svg([picture.patch(color=colour) for _, colour in steps.values()], list(steps))
-
-
-class _Picture:
+class Picture:
     """A figure of matplotlib's, with its settings in force for as long as it is drawn."""
 
     def __init__(self, title: str, size: tuple[int, int]) -> None:
@@ -185,7 +116,7 @@ class _Picture:
         self.title, self.size, self.line, self.patch = title, size, Line2D, Patch
         self.settings = matplotlib.rc_context()
 
-    def __enter__(self) -> "_Picture":
+    def __enter__(self) -> "Picture":
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -206,14 +137,10 @@ class _Picture:
         """Makes the y axis hold `values`, and says from where to where it goes."""
         self.axes.grid(axis="y")
         if log:
-            return _logarithmic(self.axes.set_yscale, self.axes.yaxis, self.axes.set_ylim, values)
+            return logarithmic(self.axes.set_yscale, self.axes.yaxis, self.axes.set_ylim, values)
         self.axes.set_ylim(bottom=min(0.0, *values))
         self.axes.yaxis.set_major_formatter(lambda y, _: _number(y))
         return self.axes.get_ylim()
-
-    def across_axis(self, values: Sequence[float]) -> tuple[float, float]:
-        self.axes.grid(axis="x")
-        return _logarithmic(self.axes.set_xscale, self.axes.xaxis, self.axes.set_xlim, values)
 
     def svg(self, handles: Sequence[Any], names: Sequence[str]) -> str:
         """The picture with a legend in as many columns as fit; a long one takes nothing away from what is drawn."""
@@ -232,7 +159,7 @@ class _Picture:
         return _tidied(file.getvalue(), self.title, width, height)
 
 
-def _logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[float]) -> tuple[float, float]:
+def logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[float]) -> tuple[float, float]:
     """From a power of ten to another."""
     from matplotlib.ticker import LogLocator
 
@@ -246,7 +173,7 @@ def _logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[fl
     return 10.0**low, 10.0**high
 
 
-def _looks(names: Sequence[str], colours: Mapping[str, int] | None) -> dict[str, tuple[str, str]]:
+def looks(names: Sequence[str], colours: Mapping[str, int] | None) -> dict[str, tuple[str, str]]:
     """Of each name its colour and its mark."""
     numbers = {name: (colours or {}).get(name, number) for number, name in enumerate(names)}
     return {name: (COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]) for name, number in numbers.items()}

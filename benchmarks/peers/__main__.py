@@ -1,4 +1,4 @@
-"""`python -m peers [--json FILE]`: compares, prints a table, and fails where a difference is above its bound."""
+"""`python -m benchmarks.peers [--json FILE]`: compares, prints a table, and fails above a bound."""
 
 import argparse
 import datetime
@@ -17,9 +17,9 @@ PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attenti
 
 def compared() -> list[dict[str, Any]]:
     """A row for each reference: the worst of all seeds."""
-    from peers.compare import double, numbers
-    from peers.qwen3_next import numbers as whole_model
-    from peers.references import references
+    from benchmarks.peers.compare import double, numbers
+    from benchmarks.peers.qwen3_next import numbers as whole_model
+    from benchmarks.peers.references import references
 
     with double():
         precise = references()
@@ -39,7 +39,7 @@ def _row(layer: str, reference: str, found: list[dict[str, float]]) -> dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Triton is not supported on current platform")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ejkernel.bench.ops import OPS
+from ejkernel._ops import OPS
 from ejkernel.bench.results import OURS, Report, Row
 
 LEAST_MB = 0.01  # a logarithmic axis has no place for nothing
@@ -54,7 +54,7 @@ class Machine:
 
     @staticmethod
     def is_softmax(op: str) -> bool:
-        return op in OPS and OPS[op].softmax
+        return op in OPS and OPS[op].core == "softmax"
 
     def peers(self, op: str) -> list[str]:
         return list(dict.fromkeys(row.who for row in self.rows if row.op == op and row.who != OURS))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import interpreter  # noqa: F401
 from ejkernel import layers
-from peers import interpreter  # noqa: F401
 
 # transformers would run fla's kernels where it finds them; it shall run its own code
 sys.modules["fla"] = None

@@ -1,30 +1,26 @@
-"""flash-linear-attention as a peer: the only importer of PyTorch, and only when it is asked."""
+"""`python -m benchmarks.fla`: `ejkernel bench` with flash-linear-attention, on PyTorch, among the peers."""
 
 import contextlib
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
 import jax
 import numpy as np
 
-from ejkernel.bench.ops import LAYER, LAYERS, Arrays, Op
+from ejkernel._command_line import quietly
+from ejkernel._ops import Op
+from ejkernel.bench import command
+from ejkernel.bench.calls import Arrays
+from ejkernel.bench.peers import PEERS, Peer
 from ejkernel.bench.programs import Program
 
-# by op: where its function is, and what it takes beside query, key, value and gate
-KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "recurrent_gla": ("fla.ops.gla", "chunk_gla", {}),
-    "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla", {}),
-    "retention": ("fla.ops.retention", "chunk_retention", {}),
-    "lightning_attn": ("fla.ops.lightning_attn", "chunk_lightning_attn", {"layer_idx": LAYER, "num_layers": LAYERS}),
-    "linear_attention": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),
-    "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
-    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
-    "kda": ("fla.ops.kda", "chunk_kda", {}),
-}
+# what it takes beside what ours takes
+OPTIONS = {"linear_attention": {"normalize": False}}
 INSTALL = "pip install flash-linear-attention, and PyTorch with CUDA"
 
 
@@ -52,10 +48,11 @@ def _triton_cache() -> Iterator[None]:
 
 def program(op: Op, inputs: Arrays, cotangent: jax.Array | None) -> Program:
     """The same numbers as JAX has, as tensors of the same types."""
-    if op.name not in KERNELS:
+    if op.fla is None:
         raise NotImplementedError(f"fla has no chunked kernel for the gates of {op.name}")
-    module, name, options = KERNELS[op.name]
+    module, name = op.fla.split(":")
     torch, function = import_module("torch"), getattr(import_module(module), name)
+    options = {**op.options, **OPTIONS.get(op.name, {})}
     torch.cuda.empty_cache()  # JAX has no use for what PyTorch keeps from the calls before
 
     def tensor(x: jax.Array) -> Any:
@@ -98,3 +95,14 @@ def program(op: Op, inputs: Arrays, cotangent: jax.Array | None) -> Program:
         compile_s=took,
         temporary_bytes=max(torch.cuda.max_memory_allocated() - before - returned, 0),
     )
+
+
+PEER = Peer("fla", "flash-linear-attention, on PyTorch", missing, lambda op: op.core != "softmax", program)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.main(arguments, prog="python -m benchmarks.fla", peers={**PEERS, "fla": PEER})
+
+
+if __name__ == "__main__":
+    sys.exit(quietly(main))
