@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench tpu tpu-training clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench tpu tpu-training clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -44,10 +44,6 @@ SITE ?= site
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(SITE)
-
-# Pictures of the drawings that pages hold as text; needs Node.js and Chromium.
-drawings:
-	$(PYTHON) docs/_drawings.py
 
 numerics: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.numerics

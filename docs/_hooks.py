@@ -15,7 +15,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from _drawings import with_pictures
 
 import ejkernel
 from ejkernel._ops import OPS, Op, platform_table
@@ -182,9 +181,8 @@ def example(name: str) -> str:
     return f'```python title="examples/{name}"\n{(EXAMPLES / name).read_text()}```'
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """What MkDocs makes a page of, given the text that the page's file holds."""
     markdown = markdown.replace(PLATFORMS, platform_table())
-    markdown = with_pictures(markdown, "../" * page.file.src_uri.count("/"))
     markdown = EXAMPLE.sub(lambda found: example(found[1]), markdown)
     return MARKER.sub(lambda found: support_table(found[1]), markdown)

@@ -34,39 +34,42 @@ def files(path: Path, reports: Sequence[Report], sources: Sequence[Path]) -> dic
 
 def _blocks(path: Path, reports: Sequence[Report], sources: Sequence[Path]) -> Iterator[Block]:
     yield Heading(1, "Benchmarks")
+    found = machines(reports)
+    for machine in found:
+        if machine.crossing():
+            yield Paragraph(
+                f"{machine.name}: how long our ops take against the number of tokens, and from which length on they "
+                "are faster than softmax attention."
+            )
+            yield from _times(machine)
+            yield from _crossings(machine)
+    yield Heading(2, "How it was measured")
     yield Paragraph(
-        "Every op against other ways to compute the same, in one run. In each round every candidate is timed once, in "
-        "changing order; a figure is the median over the rounds, a ratio the median of the rounds' ratios. Compiling "
-        "is not timed; the call from Python is, of which a GPU's shortest times consist. Forward + backward is the "
-        "output and the gradients of all inputs."
+        "In each round every candidate is timed once, in changing order; a time is the median over the rounds, a ratio "
+        "the median of the rounds' ratios. Compiling is not timed; the call from Python is, which is what a GPU's "
+        "shortest times consist of. Forward + backward is the output and the gradients of all inputs."
     )
     if sources:
         names = [each.as_posix() for each in sources]
         # a file's name may be no text
-        command = line(shlex.join(["ejkernel", "bench", "--from", *names, "--plot", path.as_posix()]))
+        command = line(shlex.join(["python", "-m", "benchmarks.page", *names, "--plot", path.as_posix()]))
         yield Paragraph(
-            f"This page is made from rows kept as JSON by `{command}`; `ejkernel bench --json FILE` measures such rows "
-            "on your machine, `ejkernel bench --plot FILE.html` draws them."
+            "`ejkernel bench` measures on your machine, and `ejkernel bench --json FILE` keeps the rows. This page is "
+            f"made from such rows by `{command}`."
         )
-    for machine in machines(reports):
-        yield from _of_machine(machine)
+    for machine in found:
+        yield Heading(2, machine.name)
+        yield Paragraph(_measured_on(machine))
+        if not machine.crossing():
+            yield from _times(machine)
+        yield from _peers(machine)
+        yield from _table(machine)
+        yield from _not_run(machine)
 
 
-def _of_machine(machine: Machine) -> Iterator[Block]:
-    yield Heading(2, machine.name)
-    yield Paragraph(_measured_on(machine))
-    yield Heading(3, "Time against length")
+def _times(machine: Machine) -> Iterator[Block]:
     for direction in DIRECTIONS:
         yield from figures.times(machine, direction)
-    yield from _crossings(machine)
-    yield from _peers(machine)
-    yield from _machine_use(machine)
-    yield Heading(3, "Memory against length")
-    yield Paragraph("What a call takes beside its arguments and results; under 0.01 MB is drawn as 0.01.")
-    for direction in DIRECTIONS:
-        yield from figures.memory(machine, direction)
-    yield from _errors(machine)
-    yield from _not_run(machine)
 
 
 def _measured_on(machine: Machine) -> str:
@@ -91,11 +94,8 @@ def _si(value: float) -> str:
 def _crossings(machine: Machine) -> Iterator[Block]:
     softmax = {direction: machine.fastest_softmax(direction) for direction in DIRECTIONS}
     linear = [op for op in machine.ops if not machine.is_softmax(op)]
-    if not linear or not any(softmax.values()):
-        return
-    yield Heading(3, "Where softmax attention is faster")
     yield Paragraph(
-        "Against the fastest softmax attention measured at each length, ours or a peer's. Between measured lengths the "
+        "Softmax is the fastest that was measured at each length, ours or a peer's. Between measured lengths the "
         "crossing is read off the straight line in the picture."
     )
     rows = [
@@ -109,10 +109,7 @@ def _peers(machine: Machine) -> Iterator[Block]:
     pairs = [(op, who) for op in machine.ops for who in machine.peers(op)]
     if not pairs:
         return
-    yield Heading(3, "Each op and its peers")
-    yield Paragraph("Whole lines are forward + backward, broken ones forward.")
-    for op in dict.fromkeys(op for op, _ in pairs):
-        yield from figures.against_peers(machine, op)
+    yield Heading(3, f"Peers on {machine.name}")
     yield Paragraph(
         "How many times as long as ours a peer takes, forward / forward + backward, by tokens; below 1 it is faster."
     )
@@ -127,34 +124,25 @@ def _ratios(machine: Machine, op: str, who: str, tokens: int) -> str:
     return " / ".join("-" if row is None or row.ratio is None else _short(row.ratio, 2) for row in rows)
 
 
-def _machine_use(machine: Machine) -> Iterator[Block]:
+def _table(machine: Machine) -> Iterator[Block]:
     tokens = machine.common_length()
     if tokens is None:
         return
-    yield Heading(3, f"At {tokens} tokens")
+    yield Heading(3, f"{tokens} tokens on {machine.name}")
     yield Paragraph(
-        "`bytes` and `flops`: the share of the copy's and the matrix product's rate that is reached, counting every "
-        "argument and result moved once, and the operations of the definition, nothing computed twice. What stays in a "
-        "cache between calls can exceed the copy. `spread`: the distance between the quartiles. `MB beside`: memory "
-        "beside arguments and results."
+        "Forward / forward + backward; `MB beside` is memory beside arguments and results, `error` the relative norm "
+        "against float64 at the longest length that was checked, of the output / of the worst gradient."
     )
-    head = ["runs on", "ms (spread)", "bytes", "flops", "MB beside", "compile s"]
-    for direction in DIRECTIONS:
-        lines = []
-        for op in machine.ops:
-            row = machine.row(op, OURS, direction, tokens)
-            if row is not None and row.median_ms is not None:
-                shares = machine.report_of(row).shares(row)
-                lines.append([op, row.implementation, *_figures(row, shares)])
-        if lines:
-            yield Table([direction, *head], lines)
-
-
-def _figures(row: Row, shares: tuple[float | None, float | None]) -> list[str]:
-    time = f"{_short(row.median_ms, 3)} ({_short(row.spread_ms, 2)})"
-    used = ["-" if each is None else f"{each:.0%}" for each in shares]
-    megabytes = None if row.temporary_bytes is None else row.temporary_bytes / 1e6
-    return [time, *used, _short(megabytes, 3), _short(row.compile_s, 2)]
+    lines = []
+    for op in machine.ops:
+        rows = [machine.row(op, OURS, direction, tokens) for direction in DIRECTIONS]
+        known = [row for row in rows if row is not None and row.median_ms is not None]
+        if known:
+            times = " / ".join(_short(row and row.median_ms, 3) for row in rows)
+            sizes = (row and row.temporary_bytes for row in rows)
+            beside = " / ".join("-" if size is None else _short(size / 1e6, 3) for size in sizes)
+            lines.append([op, known[0].implementation, times, beside, _error_cell(machine, op)])
+    yield Table(["op", "runs on", "ms", "MB beside", "error"], lines)
 
 
 def _short(value: float | None, digits: int) -> str:
@@ -162,32 +150,8 @@ def _short(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{float(f'{value:.{digits}g}'):g}"
 
 
-def _errors(machine: Machine) -> Iterator[Block]:
-    """By dtype, at the longest length that has been checked in each."""
-    checked = machine.checked
-    dtypes = [dtype for dtype in ("float32", "float16", "bfloat16") if dtype in checked]
-    if not dtypes:
-        return
-    yield Heading(3, "Error by dtype")
-    lengths = ", ".join(f"{dtype} at {checked[dtype]} tokens" for dtype in dtypes)
-    if len(set(checked.values())) == 1:
-        lengths = f"At {checked[dtypes[0]]} tokens"
-    yield Paragraph(
-        "The relative norm of the error of one head against float64, of the output / of the worst gradient. Inputs are "
-        f"rounded to the dtype before, so this is the error of computing alone. {lengths}."
-    )
-    yield from figures.errors(machine, dtypes)
-    lines = []
-    for op in machine.ops:
-        for who in (OURS, *machine.peers(op)):
-            cells = [_error_cell(machine, op, who, dtype) for dtype in dtypes]
-            if any(cell != "-" for cell in cells):
-                lines.append([op, who, *cells])
-    yield Table(["op", "by", *dtypes], lines)
-
-
-def _error_cell(machine: Machine, op: str, who: str, dtype: str) -> str:
-    found = machine.errors(op, who, dtype)
+def _error_cell(machine: Machine, op: str) -> str:
+    found = machine.errors(op, OURS, machine.dtype)
     return "-" if not found else " / ".join("-" if each is None else f"{each:.1e}" for each in found)
 
 
@@ -198,16 +162,19 @@ def _not_run(machine: Machine) -> Iterator[Block]:
         if reason := row.failed or row.left_out:
             # the numbers in a reason differ from length to length
             kind = re.sub(r"[\d.e+]+", "#", reason.split(" already: ")[-1])
+            kind = "memory" if "RESOURCE_EXHAUSTED" in kind else kind
             who = row.who if row.dtype == machine.dtype else f"{row.who}, {row.dtype}"
             reasons.setdefault((who, row.direction, kind), []).append(row)
     lines = []
     for (who, direction, _), rows in reasons.items():
         first = min(rows, key=lambda row: row.tokens)
         ops = ", ".join(dict.fromkeys(row.op for row in rows))
-        reason = first.failed or first.left_out
+        reason = first.failed or first.left_out or ""
+        # what a compiler says beside it is of no use here
+        reason = "out of memory" if "RESOURCE_EXHAUSTED" in reason else reason
         lines.append(f"{who}, {direction}, from {first.tokens} tokens, for {ops}: {reason}")
     absent = {name: why for report in machine.reports for name, why in report.peers_missing.items()}
     lines += [f"{name}: {why}" for name, why in absent.items()]
     if lines:
-        yield Heading(3, "Not run")
+        yield Heading(3, f"Not run on {machine.name}")
         yield Points(lines)

@@ -2,80 +2,27 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from benchmarks import drawing
 from benchmarks.page.document import Figure
 from benchmarks.page.machine import Curve, Machine
 from ejkernel._ops import OPS
-from ejkernel.bench.calls import DIRECTIONS
 from ejkernel.bench.results import OURS
 
 SIZE = (336, 280)  # two beside each other in a column of text, one on a phone, neither scaled
-NUMBERS = {name: number for number, name in enumerate((*OPS, "scan", "jax.nn"))}
-WHO = {name: number for number, name in enumerate((OURS, "scan", "fla", "jax.nn", "cudnn"))}
+NUMBERS = {name: number for number, name in enumerate(OPS)}  # a colour for each op, the same in all pictures
 
 
 def times(machine: Machine, direction: str) -> Iterator[Figure]:
-    """Our ops on one axis of length, where linear and softmax attention cross."""
+    """Our ops on one axis of length; nothing if nothing was timed."""
     curves = {op: machine.curve(op, OURS, direction) for op in machine.ops}
-    yield from _by_length(machine, f"time-{_slug(direction)}", f"Time, {direction}", "ms", curves, NUMBERS)
-
-
-def against_peers(machine: Machine, op: str) -> Iterator[Figure]:
-    whole, broken = (
-        {who: machine.curve(op, who, direction) for who in (OURS, *machine.peers(op))}
-        for direction in reversed(DIRECTIONS)
-    )
-    yield from _by_length(machine, f"peers-{op.replace('_', '-')}", op, "ms", whole, WHO, broken)
-
-
-def memory(machine: Machine, direction: str) -> Iterator[Figure]:
-    """Our ops, and the peers that come with JAX on the op that asks most of them."""
-    curves = {op: machine.megabytes(op, OURS, direction) for op in machine.ops}
-    for who, op in (("scan", "recurrent_gla"), ("jax.nn", "flash_attention")):
-        curves[who] = machine.megabytes(op, who, direction)
-    yield from _by_length(
-        machine, f"memory-{_slug(direction)}", f"Temporary memory, {direction}", "MB", curves, NUMBERS
-    )
-
-
-def errors(machine: Machine, dtypes: Sequence[str]) -> Iterator[Figure]:
-    """Of our ops, by dtype."""
-    for number, what in enumerate(("output", "gradients")):
-        found = {op: [machine.errors(op, OURS, dtype) for dtype in dtypes] for op in machine.ops}
-        series = {op: [each[number] if each else None for each in row] for op, row in found.items()}
-        series = {op: row for op, row in series.items() if any(row)}
-        if series:
-            title = f"Error of the {what}"
-            svg = drawing.bars(title, "relative", dtypes, series, size=SIZE, colours=NUMBERS)
-            yield _named(machine, f"error-{what}", title, "relative", series, svg)
-
-
-def _by_length(
-    machine: Machine,
-    name: str,
-    title: str,
-    unit: str,
-    curves: dict[str, Curve],
-    colours: dict[str, int],
-    broken: dict[str, Curve] | None = None,
-) -> Iterator[Figure]:
-    """Nothing if there is nothing to draw."""
-    curves = {each: points for each, points in curves.items() if points}
-    broken = {each: points for each, points in (broken or {}).items() if points}
-    if curves or broken:
-        both_log = {"log_x": True, "log_y": True}
-        svg = drawing.lines(title, "tokens", unit, curves, **both_log, size=SIZE, colours=colours, dashed=broken)
-        yield _named(machine, name, title, unit, dict.fromkeys((*curves, *broken)), svg)
-
-
-def _named(machine: Machine, name: str, title: str, unit: str, shown: Iterable[str], svg: str) -> Figure:
-    return Figure(f"{machine.slug}-{name}", f"{title} on {machine.name}, {unit}: {', '.join(shown)}", svg)
-
-
-def _slug(direction: str) -> str:
-    return direction.replace("+", "-and-")
+    curves = {op: curve for op, curve in curves.items() if curve}
+    if curves:
+        title = f"Time, {direction}"
+        svg = drawing.lines(title, "tokens", "ms", curves, log_x=True, log_y=True, size=SIZE, colours=NUMBERS)
+        name = f"{machine.slug}-time-{direction.replace('+', '-and-')}"
+        yield Figure(name, f"{title} on {machine.name}, ms: {', '.join(curves)}", svg)
 
 
 def crossings(one: Curve, other: Curve) -> list[tuple[float, bool]]:

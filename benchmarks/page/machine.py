@@ -10,8 +10,6 @@ from functools import cached_property
 from ejkernel._ops import OPS
 from ejkernel.bench.results import OURS, Report, Row
 
-LEAST_MB = 0.01  # a logarithmic axis has no place for nothing
-
 Curve = list[tuple[float, float]]
 
 
@@ -63,19 +61,10 @@ class Machine:
         wanted = (op, who, direction, tokens)
         return next((row for row in self.main if (row.op, row.who, row.direction, row.tokens) == wanted), None)
 
-    def report_of(self, row: Row) -> Report:
-        return next(report for report in self.reports if row in report.rows)
-
     def curve(self, op: str, who: str, direction: str) -> Curve:
         """Milliseconds by tokens."""
         rows = (self.row(op, who, direction, tokens) for tokens in self.lengths)
         return [(row.tokens, row.median_ms) for row in rows if row is not None and row.median_ms]
-
-    def megabytes(self, op: str, who: str, direction: str) -> Curve:
-        """Temporary memory by tokens, of what ran and of what was left out for it."""
-        rows = (self.row(op, who, direction, tokens) for tokens in self.lengths)
-        known = ((row.tokens, row.temporary_bytes) for row in rows if row is not None)
-        return [(tokens, max(size / 1e6, LEAST_MB)) for tokens, size in known if size is not None]
 
     def fastest_softmax(self, direction: str) -> Curve:
         best: dict[float, float] = {}
@@ -84,6 +73,10 @@ class Machine:
                 for tokens, taken in self.curve(op, who, direction):
                     best[tokens] = min(taken, best.get(tokens, math.inf))
         return sorted(best.items())
+
+    def crossing(self) -> bool:
+        """Whether both softmax attention and linear ops were timed."""
+        return any(map(self.is_softmax, self.ops)) and not all(map(self.is_softmax, self.ops))
 
     def common_length(self) -> int | None:
         """The longest at which at least three quarters of our calls have been timed."""
