@@ -67,7 +67,7 @@ def main(
 
 
 def _add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer]) -> None:
-    known = "; ".join(f"{peer.name}: {peer.what}" for peer in peers.values())
+    known = "; ".join(f"{peer.name}: {peer.description}" for peer in peers.values())
     parser.add_argument("ops", nargs="*", metavar="op", help=f"which, all if none: {', '.join(OPS)}")
     which = f"which of them, or none; if not given, those that can run here ({known})"
     parser.add_argument("--peer", nargs="+", action="extend", metavar="NAME", help=which)
@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace, known: Mapping[str, Peer]) -> int:
     rounds = options.rounds or (3 if options.quick else Limits.rounds)
     dtypes = dict.fromkeys(shape.dtype for shape in shapes)
     rates = {dtype: ceilings.matmul_rate(dtype, quick=options.quick) for dtype in dtypes}
-    report = results.here(_versions(), ceilings.copy_rate(quick=options.quick), rates)
+    report = results.empty_report(_versions(), ceilings.copy_rate(quick=options.quick), rates)
     report.peers_missing = missing
     print("\n".join(_header(report)), flush=True)
     try:
@@ -152,7 +152,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     return [
         Shape(options.batch or batch, tokens, options.heads or heads, options.dim or dim, dtype)
         for dtype in options.dtype or (DTYPES[0] if on_cpu else DTYPES[1],)
-        # shorter ones first: from them it is foreseen which long ones would take too long
+        # shorter ones first: they predict which long ones would take too long
         for tokens in sorted(set(options.lengths or lengths))
     ]
 

@@ -1,4 +1,4 @@
-"""Times an op and its peers on one shape, checks them, and says why whoever is left out is."""
+"""Times an op and its peers on one shape, measures their errors, and says why a candidate was left out."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ class Limits:
 def measure(
     op: Op, shape: Shape, direction: str, peers: Sequence[Peer], before: Sequence[Row], limits: Limits
 ) -> list[Row]:
-    """A row for the op and each of its peers. `before` are the rows so far, from which long calls are foreseen."""
+    """A row for the op and each of its peers; `before` are the rows so far, which predict what would take too long."""
     gradient = direction != "forward"
     arrays = inputs(op, shape)
     upstream = cotangent(shape) if gradient else None
@@ -49,7 +49,7 @@ def measure(
         row = Row(op.name, who, "", direction, shape.dtype, shape.batch, shape.tokens, shape.heads, shape.dim)
         if who == OURS:
             row = replace(row, implementation=_implementation(op, arrays))
-        row = replace(row, left_out=_foreseen(row, op, before, limits))
+        row = replace(row, left_out=_reason_to_skip(row, op, before, limits))
         if row.left_out is None:
             row, programs[who] = _prepared(row, build, expected)
         rows[who] = row
@@ -66,8 +66,8 @@ def _implementation(op: Op, arrays: Arrays) -> str:
     return chosen.get(_default_platform(), chosen.get("default", ""))
 
 
-def _foreseen(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> str | None:
-    """Whether the same at fewer tokens shows that this would take too long, or more memory than there is."""
+def _reason_to_skip(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> str | None:
+    """Why not to run it, if the same call at fewer tokens predicts too long a time or too much memory."""
     kin = ("op", "who", "direction", "dtype", "batch", "heads", "dim")
     shorter = [each for each in before if all(getattr(each, name) == getattr(row, name) for name in kin)]
     shorter = [each for each in shorter if each.tokens < row.tokens]

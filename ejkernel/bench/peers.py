@@ -19,14 +19,14 @@ class Peer:
 
     Attributes:
         name: What `--peer` calls it.
-        what: In words.
+        description: In words.
         missing: Why it cannot be used here and what to install, or `None`.
         computes: Whether it computes an op, apart from what is missing here.
         program: From the op, its inputs and perhaps the cotangent.
     """
 
     name: str
-    what: str
+    description: str
     missing: Callable[[], str | None]
     computes: Callable[[Op], bool]
     program: Callable[[Op, Arrays, jax.Array | None], Program]

@@ -76,7 +76,7 @@ class Report:
         return row.bytes / seconds / self.copy_bytes_per_s, row.flops / seconds / rate if rate else None
 
 
-def here(versions: dict[str, str], copy_bytes_per_s: float, flops_per_s: dict[str, float]) -> Report:
+def empty_report(versions: dict[str, str], copy_bytes_per_s: float, flops_per_s: dict[str, float]) -> Report:
     """An empty report of this machine and day."""
     import jax
 

@@ -75,8 +75,8 @@ def show(settings: Settings, trained: Trained, out: Path, contexts: Sequence[int
     print(f"loss {score.loss:.3f} bits/byte; floor {score.floor:.3f}, byte frequencies {score.unigram:.3f}")
     print(f"recall {score.recall:.1%}; chance {score.chance:.1%}")
     prompt = generation.prompt(settings)
-    sample, going = generation.generate(settings, trained.parameters, prompt, contexts)
-    linear, softmax = generation.costs(going, generation.softmax(settings, contexts))
+    sample, writers = generation.generate(settings, trained.parameters, prompt, contexts)
+    linear, softmax = generation.costs(writers, generation.softmax(settings, contexts))
     print("context   linear ms/byte     kB   softmax ms/byte       kB")
     for mine, its in zip(linear, softmax, strict=True):
         left = f"{mine.context:7d}   {mine.milliseconds:14.3f} {mine.state_bytes / 1e3:6.0f}"

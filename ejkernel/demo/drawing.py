@@ -69,40 +69,34 @@ def lines(
     dots: bool = True,
     size: tuple[int, int] = (640, 400),
     colours: Mapping[str, int] | None = None,
-    dashed: Mapping[str, Points] | None = None,
 ) -> str:
     """`curves` along an x axis of numbers; a logarithmic one is marked at the points' own values.
 
     `size` is that with a legend of one line. `colours` gives curves numbers of `COLOURS` so that a name looks the same
-    in several pictures. `dashed` are more curves, each drawn like the one of its name but broken, and not in the legend
-    again.
+    in several pictures.
     """
-    dashed = dashed or {}
-    names = list(dict.fromkeys([*curves, *dashed]))
-    look = looks(names, colours)
-    drawn: list[tuple[str, Points, Any]] = [(name, points, "-") for name, points in curves.items()]
-    drawn += [(name, points, (0, (4, 3))) for name, points in dashed.items()]
+    look = looks(list(curves), colours)
     with Picture(title, size) as picture:
         axes = picture.axes
-        for name, points, style in drawn:
+        for name, points in curves.items():
             colour, mark = look[name]
             xs, ys = zip(*points, strict=True) if points else ((), ())
             # also over the edge: a mark at zero would be cut in two
-            axes.plot(xs, ys, color=colour, marker=mark if dots else "", linestyle=style, linewidth=2, clip_on=False)
-        all_x = sorted({x for _, points, _ in drawn for x, _ in points})
+            axes.plot(xs, ys, color=colour, marker=mark if dots else "", linewidth=2, clip_on=False)
+        all_x = sorted({x for points in curves.values() for x, _ in points})
         if log_x:
             axes.set_xscale("log")
             axes.set_xticks(_apart(all_x), [_number(x) for x in _apart(all_x)])
             axes.minorticks_off()
         else:
             axes.xaxis.set_major_formatter(lambda x, _: _number(x))
-        picture.up_axis([y for _, points, _ in drawn for _, y in points], log_y)
+        picture.up_axis([y for points in curves.values() for _, y in points], log_y)
         axes.set(xlabel=x_label, ylabel=y_label)
         handles = [
             picture.line([], [], color=look[name][0], marker=look[name][1] if dots else "", linewidth=2)
-            for name in names
+            for name in curves
         ]
-        return picture.svg(handles, names)
+        return picture.svg(handles, list(curves))
 
 
 class Picture:
