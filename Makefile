@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs drawings numerics coverage mutants peers bench cpu-map tpu tpu-training clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench tpu tpu-training clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -45,10 +45,6 @@ SITE ?= site
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(SITE)
 
-# Pictures of the drawings that pages hold as text; needs Node.js and Chromium.
-drawings:
-	$(PYTHON) docs/_drawings.py
-
 numerics: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.numerics
 
@@ -67,18 +63,11 @@ mutants: $(VENV)/.dev
 # The layers beside those of transformers and flash-linear-attention. It installs gigabytes, so CI leaves it out; the
 # docs show what it wrote last. PIP_PEERS='--index-url …' may name an index that has PyTorch for the CPU alone.
 peers: $(VENV)-peers/.peers
-	JAX_PLATFORMS=cpu $(VENV)-peers/bin/python -m peers --json benchmarks/results/layers.json
+	JAX_PLATFORMS=cpu $(VENV)-peers/bin/python -m benchmarks.peers --json benchmarks/results/layers.json
 
 bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.spread_time --json benchmarks/results/spread_time.json
-
-# Where a CPU is faster token by token than by chunks, beside a plain scan, for the oldest and the newest JAX: rows for
-# docs/cpu.md, and the table that calls go by. Wants an otherwise idle machine for ten minutes; rows that are there are
-# kept, so rm benchmarks/results/cpu_map_*.json measures all anew.
-cpu-map: $(VENV)/.dev newest
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.cpu_map
-	JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m benchmarks.cpu_map
 
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
 # shows. An hour on two cores; interrupted, it goes on where it was.
@@ -92,6 +81,7 @@ tpu: $(VENV)-tpu/.installed
 # The same for a training step on whole topologies, up to 256 chips, for docs/scaling.md.
 tpu-training: $(VENV)-tpu/.installed
 	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_training --json benchmarks/results/tpu_training.json
+	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_phases --json benchmarks/results/tpu_phases.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache

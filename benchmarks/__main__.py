@@ -1,36 +1,45 @@
-"""`python -m benchmarks [name ...] [--json FILE]`: runs every module of this folder that has a `run() -> list[Row]`.
+"""`python -m benchmarks [name ...] [--json FILE]`: holds the library to the ratios that it promises.
 
-They hold the library to ratios that it promises. `ejkernel bench` is for every machine, and makes docs/benchmarks.md.
+Each of `BENCHMARKS` is a module of this folder with a `run() -> list[Row]`. `ejkernel bench` is for every machine.
 """
 
 import argparse
 import importlib
 import json
-import pkgutil
 from dataclasses import asdict
 from pathlib import Path
 
 import jax
 
-import benchmarks
-from ejkernel.bench.timing import Row, table
+from benchmarks.timing import Row, table
 
-NOT_BENCHMARKS = {"__main__", "cpu_map", "numerics", "pictures", "spread_time", "tpu", "tpu_training"}
+BENCHMARKS = (
+    "attention",
+    "cumsum",
+    "delta_rule",
+    "flash_attention",
+    "gpu_attention",
+    "gpu_delta_rule",
+    "gpu_linear_recurrence",
+    "linear_recurrence",
+    "one_query",
+    "overhead",
+    "time_for_a_byte",
+)
 
 
 def main() -> None:
-    names = [each.name for each in pkgutil.iter_modules(benchmarks.__path__) if each.name not in NOT_BENCHMARKS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time the kernels against baselines.")
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which to run, all if none: {', '.join(names)}")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"which to run, all if none: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as well")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in names]:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
+    if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
 
     device = jax.devices()[0].device_kind
     print(f"jax {jax.__version__} on {device}")
     rows: list[Row] = []
-    for name in arguments.names or names:
+    for name in arguments.names or BENCHMARKS:
         new = importlib.import_module(f"benchmarks.{name}").run()
         print(table(new), flush=True)
         rows += new

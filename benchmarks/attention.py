@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from benchmarks.timing import Row, compare
 from ejkernel.attention import attention
-from ejkernel.bench.timing import Row, compare
 
 BAR = 1.1
 BATCH, TOKENS, HEADS, DIM = 2, 1024, 8, 64

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench.timing import Row, compare
+from benchmarks.timing import Row, compare
 from ejkernel.xla_utils import chunk_global_cumsum, chunk_local_cumsum
 
 LOCAL_BAR = 2.5

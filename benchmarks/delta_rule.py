@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_recurrence import Arrays, forward, with_gradient
+from benchmarks.timing import Row, compare
 from ejkernel import delta_rule, gated_delta_rule, kda
 from ejkernel.bench.scan import token_scan
-from ejkernel.bench.timing import Row, compare
 
 OPS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 

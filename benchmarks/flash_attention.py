@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks.timing import Row, compare
 from ejkernel.attention import flash_attention
-from ejkernel.bench.timing import Row, compare
 
 TOKENS, LONG, HEADS, DIM = 4096, 8192, 8, 64
 DIRECTIONS = ("forward", "forward+backward")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from benchmarks.timing import Row, compare
 from ejkernel import _dispatch
 from ejkernel.attention import flash_attention
-from ejkernel.bench.timing import Row, compare
 
 BAR = 1.03
 BATCH, TOKENS, HEADS, DIM = 4, 4096, 16, 128

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import ejkernel
 from benchmarks import gpu_rows
-from ejkernel.bench.timing import Row
+from benchmarks.timing import Row
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gpu_rows
+from benchmarks import drawing, gpu_rows
 from benchmarks.gpu_rows import clock
-from ejkernel import _drawing
-from ejkernel.bench.timing import Row
+from benchmarks.timing import Row
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
@@ -177,7 +176,7 @@ def draw(report: dict[str, Any]) -> str:
     series = {name: [row[key] for row in rows] for name, key in names.items()}
     size = (640, 90 + 36 * len(rows))
     title = "Gated linear recurrence, one H200"
-    return _drawing.bars(title, "ms", [row["name"] for row in rows], series, flat=True, size=size)
+    return drawing.bars(title, "ms", [row["name"] for row in rows], series, flat=True, size=size)
 
 
 def fla_times() -> dict[str, float]:

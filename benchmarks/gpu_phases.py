@@ -52,7 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     import jax
 
-    from ejkernel.bench import timing
+    from benchmarks import timing
 
     rows = []
     for decay in ("key", "head"):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench.timing import Row
+from benchmarks.timing import Row
 from ejkernel.kernels import _launch
 
 ERRORS = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}  # the largest that a row may have, by its dtype

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _drawing, recurrent
+from benchmarks import drawing
+from benchmarks.timing import Row, compare
+from ejkernel import recurrent
 from ejkernel.bench.scan import token_scan
-from ejkernel.bench.timing import Row, compare
 
 Arrays = dict[str, jax.Array]
 
@@ -111,7 +112,7 @@ def length() -> list[Row]:
 def draw(found: dict[str, Any]) -> str:
     """What `length` kept, as a picture."""
     curves = {name: list(zip(found["tokens"], found[name], strict=True)) for name in ("time, ms", "temporaries, MB")}
-    return _drawing.lines(found["title"], "tokens", "ms or MB", curves, log_x=True, log_y=True)
+    return drawing.lines(found["title"], "tokens", "ms or MB", curves, log_x=True, log_y=True)
 
 
 def run() -> list[Row]:

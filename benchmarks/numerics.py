@@ -1,9 +1,10 @@
-"""`make numerics`: errors of values and gradients against float64, written into the tables of `docs/numerics.md`."""
+"""`make numerics`: errors of values and gradients against float64, kept as JSON; `docs/numerics.md` shows the worst."""
 
 import functools
 import itertools
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from benchmarks import delta_rule
 from ejkernel.bench.scan import token_scan
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "numerics.md"
-START, END = "<!-- tables -->", "<!-- /tables -->"
+RESULTS = ROOT / "benchmarks" / "results" / "numerics.json"
 
 # the oracle is not part of the package: it must not share a line with what it judges
 sys.path.insert(0, str(ROOT / "tests"))
@@ -154,21 +154,6 @@ def delta_results(who: str, op: str) -> Callable[..., Arrays]:
     return found
 
 
-def delta_table(op: str) -> str:
-    columns = {name: name for name in ("output", "state")}
-    columns |= {f"d {name}": name for name in ("query", "key", "value", "beta")}
-    if op == "delta_rule":
-        kinds = [(about, {"beta": beta}) for beta, about in CORRECTIONS.items()]
-    else:
-        kinds = [(f"{regime}: {about}", {"regime": regime}) for regime, about in REGIMES.items()]
-        columns |= {"d gate": "g"}
-    rows = [
-        ([about, np.dtype(dtype).name], delta_errors(op, dtype, **kind))
-        for (about, kind), dtype in itertools.product(kinds, DTYPES)
-    ]
-    return _table(["beta" if op == "delta_rule" else "gates", "dtype"], columns, rows)
-
-
 def error(x: Any, truth: np.ndarray, pieces: bool = False) -> float:
     """The largest error over the largest number; with `pieces` the worst of that over pieces of 64 tokens.
 
@@ -231,65 +216,52 @@ def softmax_errors(dtype: Any, causal: bool, spread: float) -> dict[str, dict[st
     return found
 
 
-def linear_table(op: str) -> str:
-    columns = {name: name for name in ("output", "state")}
-    columns |= {f"d {name}": name for name in ("query", "key", "value")} | {"d gate": LINEAR[op][0]}
-    rows = [
-        ([f"{regime}: {REGIMES[regime]}", np.dtype(dtype).name], linear_errors(op, regime, dtype))
-        for regime, dtype in itertools.product(REGIMES, DTYPES)
-    ]
-    return _table(["gates", "dtype"], columns, rows)
+SOFTMAX = {
+    "ordinary": (False, 1.0),
+    "ordinary, causal": (True, 1.0),
+    "up to 100, causal": (True, 30.0),
+}
 
 
-def softmax_table() -> str:
-    columns = {name: name for name in ("output", "d query", "d key", "d value")}
-    kinds = (("ordinary", False, 1.0), ("ordinary, causal", True, 1.0), ("up to 100, causal", True, 30.0))
-    rows = [
-        ([about, np.dtype(dtype).name], softmax_errors(dtype, causal, spread))
-        for (about, causal, spread), dtype in itertools.product(kinds, DTYPES)
-    ]
-    return _table(["logits", "dtype"], columns, rows)
+def rows() -> Iterator[dict[str, Any]]:
+    """A row for each op, kind of input, dtype and who computed it."""
+    kinds = {regime: f"{regime}: {about}" for regime, about in REGIMES.items()}
+    for op, regime, dtype in itertools.product(LINEAR, REGIMES, DTYPES):
+        yield from _rows(op, kinds[regime], dtype, linear_errors(op, regime, dtype))
+    for op, dtype in itertools.product(delta_rule.OPS, DTYPES):
+        if op == "delta_rule":
+            for beta, about in CORRECTIONS.items():
+                yield from _rows(op, about, dtype, delta_errors(op, dtype, beta=beta))
+        else:
+            for regime in REGIMES:
+                yield from _rows(op, kinds[regime], dtype, delta_errors(op, dtype, regime))
+    for (kind, (causal, spread)), dtype in itertools.product(SOFTMAX.items(), DTYPES):
+        yield from _rows("Softmax attention", kind, dtype, softmax_errors(dtype, causal, spread))
 
 
-def _table(about: list[str], columns: dict[str, str], rows: list[tuple[list[str], dict[str, dict[str, float]]]]) -> str:
-    """A line for each that was measured in each row; what a row is about stands in its first line only."""
-    lines = [[*about, "", *columns], ["---"] * (len(about) + 1 + len(columns))]
-    for words, measured in rows:
-        for number, (who, errors) in enumerate(measured.items()):
-            lines.append(
-                [*([""] * len(words) if number else words), who, *(_cell(errors[x]) for x in columns.values())]
-            )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _rows(op: str, kind: str, dtype: Any, measured: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """Errors to one digit; `null` where the exact result is beyond the dtype's range."""
+    for by, errors in measured.items():
+        named = {_column(name): None if np.isinf(x) else float(f"{x:.0e}") for name, x in errors.items()}
+        yield {"op": op, "kind": kind, "dtype": np.dtype(dtype).name, "by": by, "errors": named}
 
 
-def _cell(x: float) -> str:
-    return "range" if np.isinf(x) else f"{x:.0e}"
+def _column(name: str) -> str:
+    """`output`, `state`, or `d` and the argument that it is the gradient of; all gates are one."""
+    if name in ("output", "state") or name.startswith("d "):
+        return name
+    return "d gate" if name in ("g", "gv", "g_gamma") else f"d {name}"
 
 
-def tables() -> str:
-    about = (
-        f"JAX {jax.__version__} on {jax.devices()[0].device_kind}; {TOKENS} tokens, {HEADS} heads of {DIM} dims.\n"
-        "Each number is a result's largest error over its largest number; a gate's gradient is judged 64 tokens at a\n"
-        "time. *scan*: a `lax.scan` over tokens and its autodiff, in float32 whatever the dtype of the inputs.\n"
-        "*range*: the exact result is beyond the dtype's largest number."
-    )
-    parts = [about]
-    for op in LINEAR:
-        parts.append(f"### {op}\n\n{linear_table(op)}")
-    for op in delta_rule.OPS:
-        parts.append(f"### {op}\n\n{delta_table(op)}")
-    parts.append(f"### Softmax attention\n\n{softmax_table()}")
-    return "\n\n".join(parts)
-
-
-def put_in(page: str, text: str) -> str:
-    """The page with what stands between its two marks replaced."""
-    if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
-        raise ValueError(f"page: expected {START} and {END} once each, in this order")
-    before, rest = page.split(START)
-    return f"{before}{START}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+def dumps(report: dict[str, Any]) -> str:
+    """JSON with a row a line."""
+    head = json.dumps({name: value for name, value in report.items() if name != "rows"}, indent=2)
+    lines = ",\n    ".join(map(json.dumps, report["rows"]))
+    return head.removesuffix("\n}") + f',\n  "rows": [\n    {lines}\n  ]\n}}\n'
 
 
 if __name__ == "__main__":
-    PAGE.write_text(put_in(PAGE.read_text(), tables()))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    sizes = {"tokens": TOKENS, "heads": HEADS, "dim": DIM}
+    report = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, **sizes, "rows": list(rows())}
+    RESULTS.write_text(dumps(report))
+    print(f"wrote {RESULTS.relative_to(ROOT)}")

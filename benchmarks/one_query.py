@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from benchmarks.timing import Row, compare
 from ejkernel.attention import attention, flash_attention
-from ejkernel.bench.timing import Row, compare
 
 BAR = 1.5
 HEADS = ((8, 8, 64), (8, 8, 128), (8, 2, 64), (8, 2, 128), (32, 4, 128))  # of queries, of keys, and their dim

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel
-from ejkernel.bench.timing import Row, compare
+from benchmarks.timing import Row, compare
 
 TOKENS, HEADS, DIM, LAYERS, CALLS = 16, 2, 16, 16, 50
 EAGER, TRACED = 3.0, 1.5

@@ -1,13 +1,12 @@
 """`python -m benchmarks.pictures`: draws the pictures that are committed, from the numbers that are committed.
 
-`ejkernel bench --from` makes docs/benchmarks.md and its pictures; the page says how.
+`python -m benchmarks.page` makes docs/benchmarks.md and its pictures; the page says how.
 """
 
-import functools
 import json
 from pathlib import Path
 
-from benchmarks import cpu_map, gpu_linear_recurrence, linear_recurrence, time_for_a_byte
+from benchmarks import gpu_linear_recurrence, linear_recurrence, time_for_a_byte
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
@@ -17,13 +16,6 @@ PICTURES = {
         "linear_recurrence_by_length.json",
         linear_recurrence.draw,
     ),
-} | {
-    f"docs/assets/cpu_map_{which}_{file.stem.removeprefix('cpu_map_')}.svg": (
-        file.name,
-        functools.partial(cpu_map.draw, gradient=which == "gradient"),
-    )
-    for file in sorted(cpu_map.RESULTS.glob("cpu_map_*.json"))
-    for which in ("forward", "gradient")
 }
 
 

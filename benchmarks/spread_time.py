@@ -69,7 +69,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from ejkernel.bench import hlo, timing
+    from benchmarks import hlo, timing
 
     rows, missed = [], False
     for name in OPS:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench.timing import Row
+from benchmarks.timing import Row
 from ejkernel.demo import generation, report
 from ejkernel.demo.__main__ import CONTEXTS
 from ejkernel.demo.training import Settings, build
@@ -18,8 +18,8 @@ NUMBERS = Path(__file__).parent / "results" / "time_for_a_byte.json"
 def run() -> list[Row]:
     """Ratios are to softmax attention with two products; what a model has learnt makes no difference to its time."""
     settings = Settings()
-    _, going = generation.generate(settings, build(settings)[1], generation.prompt(settings), CONTEXTS)
-    linear, softmax = generation.costs(going, generation.softmax(settings, CONTEXTS), rounds=41)
+    _, writers = generation.generate(settings, build(settings)[1], generation.prompt(settings), CONTEXTS)
+    linear, softmax = generation.costs(writers, generation.softmax(settings, CONTEXTS), rounds=41)
     found = {
         "context": CONTEXTS,
         "linear_ms": [float(f"{each.milliseconds:.3g}") for each in linear],

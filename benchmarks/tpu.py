@@ -327,7 +327,7 @@ def sharded() -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import ejkernel
-    from ejkernel.bench import hlo
+    from benchmarks import hlo
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
     grid, line = Mesh(devices.reshape(4, 4), ("batch", "heads")), Mesh(devices.ravel(), ("time",))

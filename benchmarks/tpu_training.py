@@ -172,8 +172,8 @@ def ring() -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding
 
+    from benchmarks import hlo
     from ejkernel import parallel
-    from ejkernel.bench import hlo
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
     mesh = Mesh(devices.ravel(), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -206,7 +206,7 @@ def main() -> int:
     prepare(None)
     import jax
 
-    from ejkernel.bench import hlo
+    from benchmarks import hlo
 
     rows: list[dict[str, Any]] = []
     for run in RUNS:

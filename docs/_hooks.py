@@ -9,17 +9,15 @@ call, less what only depends on the machine that builds the pages. A script of
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from _drawings import with_pictures
 
 import ejkernel
-from ejkernel._ops import OPS, platform_table
+from ejkernel._ops import OPS, Op, platform_table
 from ejkernel.kernels import _launch
 from ejkernel.kernels.attention import cudnn
 
@@ -135,16 +133,19 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("dropout", dropout_rng=jax.random.key(0), **dropout)
 
 
+def _calls(op: Op) -> Iterator[Row]:
+    """The calls of an op's table: those that its core's ops share, with its gates."""
+    gate = {"BTH": (), "BTHK": (D,)}.get(op.gates.get("g", ""))
+    if op.name in CALLS:
+        return CALLS[op.name]()
+    if op.core == "delta rule":
+        return _delta_rule(gate)
+    return _recurrence(gate, **op.options)
+
+
+# ops whose tables have calls of their own
 CALLS = {
     "recurrent": _recurrent,
-    "recurrent_gla": partial(_recurrence, (D,)),
-    "simple_gla": partial(_recurrence, ()),
-    "retention": _recurrence,
-    "lightning_attn": partial(_recurrence, layer_idx=0, num_layers=12),
-    "linear_attention": _recurrence,
-    "delta_rule": partial(_delta_rule, None),
-    "gated_delta_rule": partial(_delta_rule, ()),
-    "kda": partial(_delta_rule, (D,)),
     "attention": lambda: iter([_call("every call")]),
     "flash_attention": _flash_attention,
 }
@@ -164,11 +165,10 @@ def _installed() -> Iterator[None]:
 
 def support_table(op: str) -> str:
     """Which implementations of an op serve which calls, fastest first, in Markdown."""
-    rows = CALLS[op]
     names = [each.name for each in OPS[op].implementations]
     table = [["call", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
     with _installed():
-        for what, arrays, options in rows():
+        for what, arrays, options in _calls(OPS[op]):
             explanation = ejkernel.explain(getattr(ejkernel, op), *arrays, **options)
             cells = {name: f"no: {why}" for name, why in explanation.refused.items()}
             cells |= dict.fromkeys(explanation.slower, "slower")
@@ -181,9 +181,8 @@ def example(name: str) -> str:
     return f'```python title="examples/{name}"\n{(EXAMPLES / name).read_text()}```'
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """What MkDocs makes a page of, given the text that the page's file holds."""
     markdown = markdown.replace(PLATFORMS, platform_table())
-    markdown = with_pictures(markdown, "../" * page.file.src_uri.count("/"))
     markdown = EXAMPLE.sub(lambda found: example(found[1]), markdown)
     return MARKER.sub(lambda found: support_table(found[1]), markdown)

@@ -216,66 +216,6 @@ def _schedules(name: str) -> Iterator[list[str]]:
         yield [f"{case}, {kernel}", *(cells.get(chip, "-") for chip in chips)]
 
 
-def _spread_time() -> Iterator[list[str]]:
-    """Work of several devices over that of one, by op."""
-    found: dict[tuple[str, bool], dict[int, Any]] = {}
-    for row in _read("spread_time")["rows"]:
-        by_devices = found.setdefault((row["op"], row["gradient"]), {})
-        by_devices[row["devices"]] = row
-    devices = sorted({number for by in found.values() for number in by})
-    more = [f"{number} (times one)" for number in devices[1:]]
-    yield ["op", "", "one device", *more]
-    for (op, gradient), by in found.items():
-        one, *rest = (by[number] for number in devices)
-        cells = [f"{each['flops']:,} ({each['ratio']:.2f})" for each in rest]
-        what = "forward and backward" if gradient else "forward"
-        yield [f"`{op}`", what, f"{one['flops']:,}", *cells]
-
-
-def _phases() -> Iterator[list[str]]:
-    """What phases take of a GPU's time."""
-    yield ["", "call", "forward", "forward and backward"]
-    for (decay, shape), ways in _by_way(
-        _read("phases_h200")["rows"], ("decay", "shape"), "gradient"
-    ):
-        cells = (f"{ways[way]['ratio']:.2f}" for way in (False, True))
-        yield [f"H200, time, one gate a {decay}", f"`{shape}`", *cells]
-
-
-def _by_way(
-    rows: list[Any], names: tuple[str, str], way: str
-) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
-    """Rows that are alike but for the way."""
-    found: dict[tuple[str, ...], dict[Any, Any]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in names), {})[row[way]] = row
-    yield from found.items()
-
-
-def _tpu_training() -> Iterator[list[str]]:
-    """What a training step moves, planned and counted, by topology."""
-    yield [
-        "topology",
-        "tokens",
-        "HBM of 16 GiB",
-        "states, planned",
-        "counted",
-        "gradients, planned",
-        "counted",
-        "exchanges of states a layer, sent ahead, with work meanwhile",
-    ]
-    for row in _read("tpu_training")["rows"]:
-        moved = (
-            f"{row[which][what] / 1e6:.1f} MB"
-            for what in ("states", "gradients")
-            for which in ("planned", "counted")
-        )
-        names = ("exchanges a layer", "sent ahead", "with work meanwhile")
-        ahead = ", ".join(str(row[name]) for name in names)
-        fits = f"{row['peak bytes'] / 2**30:.1f} GiB"
-        yield [f"`{row['topology']}`", f"{row['tokens']:,}", fits, *moved, ahead]
-
-
 def _compiled(name: str) -> Iterator[list[str]]:
     """Largest temporaries of a case's program, in MiB, by chip."""
     rows = _read(name)["rows"]
@@ -322,38 +262,21 @@ def _layers_versions() -> Iterator[list[str]]:
     yield [found["date"], *found["versions"].values()]
 
 
-KINDS = {
-    "head": "a gate a head",
-    "key": "key gates",
-    "value": "value gates",
-    "delta": "`delta_rule`",
-}
-
-
-def _cpu_map(packed: bool, gradient: bool) -> Iterator[list[str]]:
-    """How many times as long as ours a scan takes, by JAX release."""
-    reports = sorted(RESULTS.glob("cpu_map_*.json"), key=lambda file: len(file.name))
-    found: dict[tuple[str, int, int], dict[int, list[dict[str, Any]]]] = {}
-    for report in reports:
-        for row in json.loads(report.read_text())["rows"]:
-            if (row["packed"], row["gradient"]) == (packed, gradient):
-                cells = found.setdefault((row["kind"], row["heads"], row["dim"]), {})
-                cells.setdefault(row["tokens"], []).append(row)
-    tokens = sorted({number for cells in found.values() for number in cells})
-    yield ["", "heads", "dims", *(f"T {number:,}" for number in tokens)]
-    for (kind, heads, dim), cells in found.items():
-        shown = (_beside(cells.get(number, [])) for number in tokens)
-        yield [KINDS[kind], str(heads), str(dim), *shown]
-
-
-def _beside(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    text = " / ".join(
-        _times(row["tokens_times" if row["by_tokens"] else "chunks_times"])
-        for row in rows
-    )
-    return f"*{text}*" if all(row["by_tokens"] for row in rows) else text
+def _numerics() -> Iterator[list[str]]:
+    """The largest errors of each op by dtype, over all kinds of input."""
+    dtypes = ("float32", "bfloat16", "float16")
+    yield ["op", "by", *dtypes]
+    worst: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in _read("numerics")["rows"]:
+        cell = worst.setdefault((row["op"], row["by"]), {}).setdefault(
+            row["dtype"], [0.0, 0.0]
+        )
+        for name, error in row["errors"].items():
+            gradient = name.startswith("d ")
+            cell[gradient] = max(cell[gradient], error or 0.0)
+    for (op, by), cells in worst.items():
+        shown = (" / ".join(f"{each:.0e}" for each in cells[name]) for name in dtypes)
+        yield [op, by, *(each.replace("e-", "e\u2011") for each in shown)]
 
 
 def _one_query() -> Iterator[list[str]]:
@@ -389,17 +312,11 @@ def _overhead() -> Iterator[list[str]]:
 
 
 TABLES = {
-    "cpu_map": lambda: _cpu_map(packed=False, gradient=False),
-    "cpu_map_packed": lambda: _cpu_map(packed=True, gradient=False),
-    "cpu_map_gradients": lambda: _cpu_map(packed=False, gradient=True),
-    "cpu_map_packed_gradients": lambda: _cpu_map(packed=True, gradient=True),
+    "numerics": _numerics,
     "one_query": _one_query,
     "overhead": _overhead,
     "tpu_schedules": lambda: _schedules("tpu_schedules"),
     "tpu_delta_rule_schedules": lambda: _schedules("tpu_delta_rule_schedules"),
-    "spread_time": _spread_time,
-    "phases": _phases,
-    "tpu_training": _tpu_training,
     "tpu_compiled": lambda: _compiled("tpu_compiled"),
     "tpu_delta_rule_compiled": lambda: _compiled("tpu_delta_rule_compiled"),
     "tpu_sharded": _sharded,
@@ -415,8 +332,6 @@ TABLES = {
     "pytorch": _pytorch,
     "bench_h200": lambda: _bench("bench_h200"),
     "bench_h200_fla": lambda: _bench("bench_h200_fla"),
-    "bench_cpu": lambda: _bench("bench_cpu"),
-    "bench_cpu_delta_rule": lambda: _bench("bench_cpu_delta_rule"),
 }
 
 

@@ -1,19 +1,32 @@
-"""The one table of which op has which implementation on which device.
+"""The one table of ops: `ejkernel info`, `ejkernel bench`, the pages and their tests are made from it."""
 
-`ejkernel info` and the documentation are made from it; tests hold the README, the changelog and the fronts to it.
-"""
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from dataclasses import dataclass
-from typing import Any
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._dispatch import Implementation
+from ejkernel.attention import attention, flash_attention
+from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS as DELTA_RULE
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS as LINEAR_RECURRENCE
+from ejkernel.linear_attention import (
+    lightning_attn,
+    linear_attention,
+    recurrent,
+    recurrent_gla,
+    retention,
+    simple_gla,
+)
 
 # How people call the implementations and the devices they are for; `None` is every device.
 NAMES = {"xla": "XLA", "triton": "Triton", "cudnn": "cuDNN", "pallas": "Pallas", "splash": "splash"}
 DEVICES = {None: "anything", "cuda": "NVIDIA GPUs", "tpu": "TPUs"}
+CORES = {"linear recurrence": LINEAR_RECURRENCE, "delta rule": DELTA_RULE, "softmax": FLASH_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -21,53 +34,88 @@ class Op:
     """An op of the library.
 
     Attributes:
-        name: What the library calls it.
-        implementations: Fastest first.
+        function: The public function.
+        core: Whose mathematics it has.
         gates: The arrays beside query, key and value, each with its dims (`"BTH"`, `"BTHK"`).
         options: What else an ordinary call of it needs.
+        log_decay: From the number of heads, the fixed log decay of each. Spelled out again here: what checks the
+            library must not take it from the library.
+        fla: The function of flash-linear-attention that computes the same, as `module:name`.
+        benchmark_gates: The gates that benchmarks give it, if not `gates`.
+        own_implementations: Those of this op alone, if not its core's.
     """
 
-    name: str
-    implementations: tuple[Implementation, ...]
-    gates: tuple[tuple[str, str], ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
+    function: Callable[..., Any]
+    core: Literal["linear recurrence", "delta rule", "softmax"] = "linear recurrence"
+    gates: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    log_decay: Callable[[int], np.ndarray] | None = None
+    fla: str | None = None
+    benchmark_gates: Mapping[str, str] | None = None
+    own_implementations: tuple[Implementation, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        """Fastest first."""
+        return self.own_implementations or CORES[self.core]
+
+    def output(self, **arrays: jax.Array) -> jax.Array:
+        """The output alone of an ordinary call on these arrays."""
+        results = self.function(**arrays, **self.options)
+        return results[0] if isinstance(results, tuple) else results
 
     def runs_on(self) -> str:
         """Where it runs and by what, for people: `anything (XLA), NVIDIA GPUs (Triton)`."""
-        found: dict[str | None, list[str]] = {None: []}
+        names: dict[str | None, list[str]] = {None: []}
         for each in reversed(self.implementations):
             for device in each.devices or (None,):
-                found.setdefault(device, []).append(NAMES[each.name])
-        return ", ".join(f"{DEVICES[device]} ({' or '.join(names[::-1])})" for device, names in found.items())
+                names.setdefault(device, []).append(NAMES[each.name])
+        return ", ".join(f"{DEVICES[device]} ({' or '.join(each[::-1])})" for device, each in names.items())
 
     def ordinary_call(self) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of a call of ordinary size, as shapes."""
-        import jax
-        import jax.numpy as jnp
-
         sizes = {"B": 1, "T": 1024, "H": 8, "K": 64}
         x = jax.ShapeDtypeStruct(tuple(sizes.values()), jnp.bfloat16)
-        options = dict(self.options)
-        for name, dims in self.gates:
-            options[name] = jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), jnp.float32)
-        return [x, x, x], options
+        gates = {
+            name: jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), jnp.float32)
+            for name, dims in self.gates.items()
+        }
+        return [x, x, x], {**self.options, **gates}
 
 
-PER_HEAD, PER_KEY, BETA = (("g", "BTH"),), (("g", "BTHK"),), (("beta", "BTH"),)
+HEAD_GATE, KEY_GATE, BETA = {"g": "BTH"}, {"g": "BTHK"}, {"beta": "BTH"}
 OPS = {
     op.name: op
     for op in (
-        Op("linear_attention", LINEAR_RECURRENCE),
-        Op("retention", LINEAR_RECURRENCE),
-        Op("lightning_attn", LINEAR_RECURRENCE, options=(("layer_idx", 0), ("num_layers", 12))),
-        Op("simple_gla", LINEAR_RECURRENCE, gates=PER_HEAD),
-        Op("recurrent_gla", LINEAR_RECURRENCE, gates=PER_KEY),
-        Op("recurrent", LINEAR_RECURRENCE, gates=PER_KEY),
-        Op("delta_rule", DELTA_RULE, gates=BETA),
-        Op("gated_delta_rule", DELTA_RULE, gates=PER_HEAD + BETA),
-        Op("kda", DELTA_RULE, gates=PER_KEY + BETA),
-        Op("flash_attention", FLASH_ATTENTION),
-        Op("attention", ATTENTION),
+        Op(linear_attention, fla="fla.ops.linear_attn:chunk_linear_attn"),
+        Op(
+            retention,
+            log_decay=lambda heads: np.log1p(-(2.0 ** (-5 - np.arange(heads)))),
+            fla="fla.ops.retention:chunk_retention",
+        ),
+        Op(
+            lightning_attn,
+            options={"layer_idx": 3, "num_layers": 12},
+            log_decay=lambda heads: -(8 / heads) * (1 - 3 / 12) * np.arange(heads),
+            fla="fla.ops.lightning_attn:chunk_lightning_attn",
+        ),
+        Op(simple_gla, gates=HEAD_GATE, fla="fla.ops.simple_gla:chunk_simple_gla"),
+        Op(recurrent_gla, gates=KEY_GATE, fla="fla.ops.gla:chunk_gla"),
+        Op(recurrent, gates=KEY_GATE, benchmark_gates={"gk": "BTHK", "gv": "BTHV"}),
+        Op(delta_rule, "delta rule", gates=BETA, fla="fla.ops.delta_rule:chunk_delta_rule"),
+        Op(
+            gated_delta_rule,
+            "delta rule",
+            gates=HEAD_GATE | BETA,
+            fla="fla.ops.gated_delta_rule:chunk_gated_delta_rule",
+        ),
+        Op(kda, "delta rule", gates=KEY_GATE | BETA, fla="fla.ops.kda:chunk_kda"),
+        Op(flash_attention, "softmax", options={"causal": True}),
+        Op(attention, "softmax", options={"causal": True, "dtype": None}, own_implementations=ATTENTION),
     )
 }
 
@@ -76,8 +124,8 @@ def platform_table() -> str:
     """Which implementations each op has on which device, fastest first, in Markdown."""
     rows = [["op", *DEVICES.values()], ["---"] * (len(DEVICES) + 1)]
     for name, op in OPS.items():
-        served = (
+        by_device = (
             [each.name for each in op.implementations if device in (each.devices or (None,))] for device in DEVICES
         )
-        rows.append([f"`{name}`", *(", ".join(f"`{each}`" for each in names) for names in served)])
+        rows.append([f"`{name}`", *(", ".join(f"`{each}`" for each in names) for names in by_device)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

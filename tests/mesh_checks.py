@@ -18,8 +18,8 @@ import numpy as np
 from conftest import assert_close
 
 import ejkernel
+from benchmarks import hlo
 from ejkernel import parallel, xla_utils
-from ejkernel.bench import hlo
 
 AXES = {"B": "batch", "T": "time", "H": "heads", "G": "heads"}
 SIZES = {"B": 2, "T": 8, "L": 8, "H": 4, "G": 2, "K": 4, "V": 2, "N": 3, "Z": 2, "O": 1}

@@ -18,8 +18,8 @@ from mesh_checks import PARTS as MESH_PARTS
 from ring_checks import PARTS as RING_PARTS
 
 import ejkernel
+from benchmarks import hlo
 from ejkernel import parallel
-from ejkernel.bench import hlo
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
 from ejkernel.parallel import _exchange

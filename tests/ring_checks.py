@@ -10,8 +10,8 @@ import numpy as np
 from conftest import assert_close
 
 import ejkernel
+from benchmarks import hlo
 from ejkernel import parallel
-from ejkernel.bench import hlo
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto

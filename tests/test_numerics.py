@@ -1,5 +1,7 @@
 """What `make numerics` measures and writes."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -38,8 +40,16 @@ def test_error_of_each_piece_counts_for_itself():
     assert numerics.error(x, truth, pieces=True) == 0.5
 
 
-def test_puts_tables_between_the_marks_of_the_page():
-    page = f"before\n{numerics.START}\nold\n{numerics.END}\nafter\n"
-    assert numerics.put_in(page, "new") == f"before\n{numerics.START}\n\nnew\n\n{numerics.END}\nafter\n"
-    with pytest.raises(ValueError, match="once each"):
-        numerics.put_in("no marks", "new")
+def test_rows_say_what_was_measured(tmp_path):
+    errors = {"ours": {"output": 1.26e-7, "query": np.inf, "g": 2.0e-7}}
+    (row,) = numerics._rows("kda", "tiny", np.float32, errors)
+    expected = {"output": 1e-7, "d query": None, "d gate": 2e-7}
+    assert row == {"op": "kda", "kind": "tiny", "dtype": "float32", "by": "ours", "errors": expected}
+    assert json.loads(numerics.dumps({"jax": "1", "rows": [row, row]})) == {"jax": "1", "rows": [row, row]}
+
+
+def test_what_is_kept_has_every_op_and_dtype():
+    rows = json.loads(numerics.RESULTS.read_text())["rows"]
+    ops = {*numerics.LINEAR, *numerics.delta_rule.OPS, "Softmax attention"}
+    dtypes = {np.dtype(dtype).name for dtype in numerics.DTYPES}
+    assert {(row["op"], row["dtype"]) for row in rows} == {(op, dtype) for op in ops for dtype in dtypes}

@@ -5,87 +5,75 @@ import contextlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ejkernel import __version__
-from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
-from ejkernel.bench import ceilings, page, results
-from ejkernel.bench.kinds import DIRECTIONS, DTYPES, line
+from ejkernel._ops import OPS, Op
+from ejkernel.bench import ceilings, results
+from ejkernel.bench.calls import DIRECTIONS, DTYPES, Shape
 from ejkernel.bench.measure import Limits, measure
-from ejkernel.bench.ops import OPS, Op, Shape
-from ejkernel.bench.peers import PEERS
-from ejkernel.bench.results import OURS, Report, Row
+from ejkernel.bench.peers import PEERS, Peer
+from ejkernel.bench.results import OURS, Report, Row, line
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "torch", "fla-core")
 _positive = whole(1, 2**31 - 1)
 EXAMPLES = """examples:
-  %(prog)s                                    every op against the peers that are installed
-  %(prog)s --quick                            the same on short sequences, to see whether all is well
+  %(prog)s            every op against the peers that are installed
+  %(prog)s --quick    the same on short sequences, to see whether all is well
   %(prog)s recurrent_gla flash_attention --lengths 1024 4096 --gradient
-  %(prog)s simple_gla --peer scan --json rows.json --plot page.html
-  %(prog)s --from rows.json --plot page.html  draw again what was measured before
+  %(prog)s simple_gla --peer scan --json rows.json
 
-exit codes: 0; 1 if a peer asked for or matplotlib is missing, or an op fails; 2 for wrong use or files; 130 after
-Ctrl-C, with what was measured so far written as asked.
+In a checkout, python -m benchmarks.page rows.json --plot page.html draws the rows, and python -m benchmarks.fla is this
+command with flash-linear-attention among the peers.
+
+exit codes: 0; 1 if a peer asked for is missing, or an op fails; 2 for wrong use or files; 130 after Ctrl-C, with what
+was measured so far written as asked.
 """
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel.bench.command") -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    prog: str = "python -m ejkernel.bench.command",
+    peers: Mapping[str, Peer] = PEERS,
+) -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Time the ops against their peers on this machine's device, and check them against float64.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_arguments(parser)
+    _add_arguments(parser, peers)
     options = parser.parse_args(arguments)
-    _check_names(parser, options)
-    if options.plot and (why := drawing.missing()):
-        print(f"--plot: {why}", file=sys.stderr)
-        return 1
+    for what, given, known in (("op", options.ops, OPS), ("peer", options.peer or [], {**peers, "none": None})):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     try:
-        for path in (options.json, options.plot):
-            if path is not None:
-                results.check_writable(path)
-        if options.saved:
-            page.write(options.plot, [results.load(path) for path in options.saved], options.saved)
-            print(line(f"wrote {options.plot}"))
-            return 0
-        return _run(options)
+        if options.json is not None:
+            results.check_writable(options.json)
+        return _run(options, peers)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
         raise
-    except (results.ResultsError, OSError) as error:
+    except OSError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    peers = "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS.values())
+def _add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer]) -> None:
+    known = "; ".join(f"{peer.name}: {peer.description}" for peer in peers.values())
     parser.add_argument("ops", nargs="*", metavar="op", help=f"which, all if none: {', '.join(OPS)}")
-    which = f"which of them, or none; if not given, those that can run here ({peers})"
+    which = f"which of them, or none; if not given, those that can run here ({known})"
     parser.add_argument("--peer", nargs="+", action="extend", metavar="NAME", help=which)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw them, as a page: .html, or .md with its pictures beside it"
-    )
-    parser.add_argument(
-        "--from", dest="saved", type=Path, nargs="+", metavar="FILE", help="draw these, measure nothing"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=_positive,
-        nargs="+",
-        metavar="T",
-        help="tokens (64 to 16384 on a CPU, 256 to 65536 elsewhere)",
-    )
+    tokens = "tokens (64 to 16384 on a CPU, 256 to 65536 elsewhere)"
+    parser.add_argument("--lengths", type=_positive, nargs="+", metavar="T", help=tokens)
     parser.add_argument(
         "--dtype", nargs="+", choices=DTYPES, help="of query, key and value (float32 on a CPU, bfloat16 elsewhere)"
     )
@@ -117,41 +105,29 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _check_names(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for what, given, known in (("op", options.ops, OPS), ("peer", options.peer or [], {**PEERS, "none": None})):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
-    if options.plot is not None and options.plot.suffix not in page.SUFFIXES:
-        parser.error(f"--plot: got {options.plot}; expected a name that ends in {' or '.join(page.SUFFIXES)}")
-    if options.saved and options.plot is None:
-        parser.error("--from draws; say where with --plot")
-    if options.saved and (options.ops or options.peer or options.json):
-        parser.error("--from draws what was measured before; it takes no ops, --peer or --json")
-
-
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, known: Mapping[str, Peer]) -> int:
     if why := no_device():
         print(why, file=sys.stderr)
         return 1
-    names = PEERS if options.peer is None else [name for name in options.peer if name != "none"]
-    missing = {name: reason for name in names if (reason := PEERS[name].missing())}
+    names = known if options.peer is None else [name for name in options.peer if name != "none"]
+    missing = {name: reason for name in names if (reason := known[name].missing())}
     if missing and options.peer:
         print("\n".join(f"--peer {name}: {reason}" for name, reason in missing.items()), file=sys.stderr)
         return 1
-    peers = [PEERS[name] for name in dict.fromkeys(names) if name not in missing]
+    peers = [known[name] for name in dict.fromkeys(names) if name not in missing]
     shapes = _shapes(options)
     rounds = options.rounds or (3 if options.quick else Limits.rounds)
     dtypes = dict.fromkeys(shape.dtype for shape in shapes)
     rates = {dtype: ceilings.matmul_rate(dtype, quick=options.quick) for dtype in dtypes}
-    report = results.here(_versions(), ceilings.copy_rate(quick=options.quick), rates)
+    report = results.empty_report(_versions(), ceilings.copy_rate(quick=options.quick), rates)
     report.peers_missing = missing
     print("\n".join(_header(report)), flush=True)
     try:
         with _status() as say:
             for op, shape, direction in _calls(options, shapes):
                 say(f"{op.name}, {shape.tokens} tokens, {direction}")
-                serving = [peer for peer in peers if peer.serves(op)]
-                rows = measure(op, shape, direction, serving, report.rows, Limits(rounds, options.limit))
+                its_peers = [peer for peer in peers if peer.computes(op)]
+                rows = measure(op, shape, direction, its_peers, report.rows, Limits(rounds, options.limit))
                 print("\n".join(_lines(report, rows, report.rows[-1:])), flush=True)
                 report.rows += rows
         report.complete = True
@@ -159,22 +135,11 @@ def _run(options: argparse.Namespace) -> int:
         print("stopped", file=sys.stderr)
     finally:
         # what was measured stays, also after Ctrl-C and when the reader of a pipe has gone
-        written = _write(options, report)
-    for path in written:
-        print(line(f"wrote {path}"))
-    return int(any(row.who == OURS and row.failed for row in report.rows)) if report.complete else 130
-
-
-def _write(options: argparse.Namespace, report: Report) -> list[Path]:
-    """Writes what is asked for, a page only if it would hold something."""
-    written = []
+        if options.json is not None:
+            results.write(options.json, results.dumps(report))
     if options.json is not None:
-        results.write(options.json, results.dumps(report))
-        written.append(options.json)
-    if options.plot is not None and report.rows:
-        page.write(options.plot, [report], [])
-        written.append(options.plot)
-    return written
+        print(line(f"wrote {options.json}"))
+    return int(any(row.who == OURS and row.failed for row in report.rows)) if report.complete else 130
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
@@ -187,7 +152,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     return [
         Shape(options.batch or batch, tokens, options.heads or heads, options.dim or dim, dtype)
         for dtype in options.dtype or (DTYPES[0] if on_cpu else DTYPES[1],)
-        # shorter ones first: from them it is foreseen which long ones would take too long
+        # shorter ones first: they predict which long ones would take too long
         for tokens in sorted(set(options.lengths or lengths))
     ]
 

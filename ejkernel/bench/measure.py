@@ -1,4 +1,4 @@
-"""Times an op and its peers on one shape, checks them, and says why whoever is left out is."""
+"""Times an op and its peers on one shape, measures their errors, and says why a candidate was left out."""
 
 import functools
 import math
@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from ejkernel._dispatch import _default_platform, explain
+from ejkernel._ops import Op
 from ejkernel.bench import exact
-from ejkernel.bench.kinds import line
-from ejkernel.bench.ops import Arrays, Op, Shape, cotangent, moved_bytes
+from ejkernel.bench.calls import Arrays, Shape, cotangent, flops, inputs, moved_bytes
 from ejkernel.bench.peers import Peer
 from ejkernel.bench.programs import Program, compiled, one_head
-from ejkernel.bench.results import OURS, Row
+from ejkernel.bench.results import OURS, Row, line
 from ejkernel.bench.timing import in_rounds, milliseconds, ratio, spread
 
 SAMPLE_MS = 10.0  # a shorter call is repeated until a clock reading is about this long
@@ -36,39 +36,38 @@ class Limits:
 def measure(
     op: Op, shape: Shape, direction: str, peers: Sequence[Peer], before: Sequence[Row], limits: Limits
 ) -> list[Row]:
-    """A row for the op and each of its peers. `before` are the rows so far, from which long calls are foreseen."""
+    """A row for the op and each of its peers; `before` are the rows so far, which predict what would take too long."""
     gradient = direction != "forward"
-    inputs = op.inputs(shape)
+    arrays = inputs(op, shape)
     upstream = cotangent(shape) if gradient else None
-    builders = {OURS: lambda: compiled(op.run, inputs, upstream)}
-    builders |= {peer.name: functools.partial(peer.program, op, inputs, upstream) for peer in peers}
+    builders = {OURS: lambda: compiled(op.output, arrays, upstream)}
+    builders |= {peer.name: functools.partial(peer.program, op, arrays, upstream) for peer in peers}
     rows: dict[str, Row] = {}
     programs: dict[str, Program | None] = {}
-    expected = _Expected(op, inputs, upstream, shape)
+    expected = _Expected(op, arrays, upstream, shape)
     for who, build in builders.items():
         row = Row(op.name, who, "", direction, shape.dtype, shape.batch, shape.tokens, shape.heads, shape.dim)
         if who == OURS:
-            row = replace(row, implementation=_implementation(op, inputs))
-        row = replace(row, left_out=_foreseen(row, op, before, limits))
+            row = replace(row, implementation=_implementation(op, arrays))
+        row = replace(row, left_out=_reason_to_skip(row, op, before, limits))
         if row.left_out is None:
             row, programs[who] = _prepared(row, build, expected)
         rows[who] = row
     ready = {who: each for who, each in programs.items() if each is not None}
-    flops = op.flops(shape, gradient)
-    results = inputs if gradient else {}
-    moved = moved_bytes(inputs, upstream, results, inputs["value"])
+    gradients = arrays if gradient else {}
+    moved, operations = moved_bytes(arrays, upstream, gradients, arrays["value"]), flops(op, shape, gradient)
     for who, times in _timed(ready, limits).items():
-        rows[who] = replace(rows[who], bytes=moved, flops=flops, **times)
+        rows[who] = replace(rows[who], bytes=moved, flops=operations, **times)
     return list(rows.values())
 
 
-def _implementation(op: Op, inputs: Arrays) -> str:
-    chosen = explain(op.run, **inputs).chosen
+def _implementation(op: Op, arrays: Arrays) -> str:
+    chosen = explain(op.output, **arrays).chosen
     return chosen.get(_default_platform(), chosen.get("default", ""))
 
 
-def _foreseen(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> str | None:
-    """Whether the same at fewer tokens shows that this would take too long, or more memory than there is."""
+def _reason_to_skip(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> str | None:
+    """Why not to run it, if the same call at fewer tokens predicts too long a time or too much memory."""
     kin = ("op", "who", "direction", "dtype", "batch", "heads", "dim")
     shorter = [each for each in before if all(getattr(each, name) == getattr(row, name) for name in kin)]
     shorter = [each for each in shorter if each.tokens < row.tokens]
@@ -78,7 +77,7 @@ def _foreseen(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> str | 
     if last.left_out is not None:
         return f"left out at {last.tokens} tokens already: {last.left_out.split(' already: ')[-1]}"
     if last.median_ms is not None:
-        seconds = last.median_ms / 1e3 * (row.tokens / last.tokens) ** (2 if op.softmax else 1)
+        seconds = last.median_ms / 1e3 * (row.tokens / last.tokens) ** (2 if op.core == "softmax" else 1)
         if seconds > limits.call_s:
             return f"would take about {seconds:.2g} s a call, from {last.tokens} tokens (--limit {limits.call_s:g})"
     sizes = [(each.tokens, each.temporary_bytes) for each in shorter if each.temporary_bytes]
@@ -120,19 +119,19 @@ def _prepared(row: Row, build: Callable[[], Program], expected: "_Expected") -> 
 class _Expected:
     """The float64 results, computed when first asked for, and once for all candidates."""
 
-    def __init__(self, op: Op, inputs: Arrays, upstream: jax.Array | None, shape: Shape) -> None:
-        self.op, self.inputs, self.upstream, self.shape = op, inputs, upstream, shape
+    def __init__(self, op: Op, arrays: Arrays, upstream: jax.Array | None, shape: Shape) -> None:
+        self.op, self.arrays, self.upstream, self.shape = op, arrays, upstream, shape
         self.head = shape.heads - 1
-        self.found: dict[str, np.ndarray] | None = None
+        self.results: dict[str, np.ndarray] | None = None
 
     def errors(self, program: Program, results: Any) -> dict[str, float] | None:
         if self.shape.tokens > exact.MAX_TOKENS:
             return None
-        if self.found is None:
-            arrays = one_head(self.inputs, self.head)
+        if self.results is None:
+            arrays = one_head(self.arrays, self.head)
             upstream = None if self.upstream is None else one_head({"output": self.upstream}, self.head)["output"]
-            self.found = exact.of_head(self.op, arrays, self.head, self.shape.heads, upstream)
-        return exact.errors(program.read(results, self.head), self.found)
+            self.results = exact.of_head(self.op, arrays, self.head, self.shape.heads, upstream)
+        return exact.errors(program.read(results, self.head), self.results)
 
 
 def _timed(programs: Mapping[str, Program], limits: Limits) -> dict[str, dict[str, Any]]:

@@ -7,8 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ejkernel.bench import fla
-from ejkernel.bench.ops import Arrays, Op
+from ejkernel._ops import Op
+from ejkernel.bench.calls import Arrays
 from ejkernel.bench.programs import Program, compiled
 from ejkernel.bench.scan import token_scan
 
@@ -19,16 +19,16 @@ class Peer:
 
     Attributes:
         name: What `--peer` calls it.
-        what: In words.
+        description: In words.
         missing: Why it cannot be used here and what to install, or `None`.
-        serves: Whether it computes an op, apart from what is missing here.
+        computes: Whether it computes an op, apart from what is missing here.
         program: From the op, its inputs and perhaps the cotangent.
     """
 
     name: str
-    what: str
+    description: str
     missing: Callable[[], str | None]
-    serves: Callable[[Op], bool]
+    computes: Callable[[Op], bool]
     program: Callable[[Op, Arrays, jax.Array | None], Program]
 
 
@@ -37,8 +37,8 @@ def _scan(op: Op, inputs: Arrays, cotangent: jax.Array | None) -> Program:
 
     def run(**x: jax.Array) -> jax.Array:
         wide = {name: each.astype(jnp.float32) for name, each in x.items()}
-        if op.fixed_log_decay is not None:
-            wide["g_gamma"] = jnp.asarray(op.fixed_log_decay(x["query"].shape[2]))
+        if op.log_decay is not None:
+            wide["g_gamma"] = jnp.asarray(op.log_decay(x["query"].shape[2]), jnp.float32)
         return token_scan(**wide)[0].astype(x["query"].dtype)
 
     return compiled(run, inputs, cotangent)
@@ -58,18 +58,15 @@ def _no_gpu() -> str | None:
     return None if jax.default_backend() == "gpu" else "needs an NVIDIA GPU"
 
 
+def _is_softmax(op: Op) -> bool:
+    return op.core == "softmax"
+
+
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("scan", "lax.scan over tokens", lambda: None, lambda op: not op.softmax, _scan),
-        Peer(
-            "jax.nn",
-            "jax.nn.dot_product_attention on XLA",
-            lambda: None,
-            lambda op: op.softmax,
-            _jax_nn("xla"),
-        ),
-        Peer("cudnn", "jax.nn.dot_product_attention on cuDNN", _no_gpu, lambda op: op.softmax, _jax_nn("cudnn")),
-        Peer("fla", "flash-linear-attention, on PyTorch", fla.missing, lambda op: not op.softmax, fla.program),
+        Peer("scan", "lax.scan over tokens", lambda: None, lambda op: op.core != "softmax", _scan),
+        Peer("jax.nn", "jax.nn.dot_product_attention on XLA", lambda: None, _is_softmax, _jax_nn("xla")),
+        Peer("cudnn", "jax.nn.dot_product_attention on cuDNN", _no_gpu, _is_softmax, _jax_nn("cudnn")),
     )
 }

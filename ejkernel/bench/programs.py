@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.bench.ops import Arrays
+from ejkernel.bench.calls import Arrays
 
 
 @dataclass(frozen=True)

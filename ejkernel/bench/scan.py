@@ -5,22 +5,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+GATES = ("g", "g_gamma", "gk", "gv", "beta")
+
 
 def token_scan(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    gk: jax.Array | None = None,
-    gv: jax.Array | None = None,
-    beta: jax.Array | None = None,
-    first: jax.Array | None = None,
+    query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array | None = None, **gates: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states, of the delta rule if there is a `beta`. Arguments are those of the ops.
+    """Outputs and final states, of the delta rule if there is a `beta`; `gates` are named as in the ops.
 
     Tokens that are `first [T]` in their sequence forget what was before.
     """
+    if unknown := gates.keys() - GATES:
+        raise TypeError(f"gates: got {sorted(unknown)}; expected some of {GATES}")
+    g, g_gamma, gk, gv, beta = map(gates.get, GATES)
     scale = query.shape[-1] ** -0.5
     g = g[..., None] if g is not None and g.ndim == 3 else g
     fixed = None if g_gamma is None else jnp.exp(g_gamma)[:, None, None]

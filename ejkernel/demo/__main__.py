@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ejkernel import _drawing as drawing
 from ejkernel._command_line import no_device, quietly, whole
-from ejkernel.demo import generation, report
+from ejkernel.demo import drawing, generation, report
 from ejkernel.demo.checkpoint import CheckpointError
 from ejkernel.demo.training import HELD_OUT, Score, Settings, Trained, evaluate, train
 
@@ -80,8 +79,8 @@ def show(settings: Settings, trained: Trained, out: Path, contexts: Sequence[int
     print(f"loss {score.loss:.3f} bits/byte; floor {score.floor:.3f}, byte frequencies {score.unigram:.3f}")
     print(f"recall {score.recall:.1%}; chance {score.chance:.1%}")
     prompt = generation.prompt(settings)
-    sample, going = generation.generate(settings, trained.parameters, prompt, contexts)
-    linear, softmax = generation.costs(going, generation.softmax(settings, contexts))
+    sample, writers = generation.generate(settings, trained.parameters, prompt, contexts)
+    linear, softmax = generation.costs(writers, generation.softmax(settings, contexts))
     print("context   linear ms/byte     kB   softmax ms/byte       kB")
     for mine, its in zip(linear, softmax, strict=True):
         left = f"{mine.context:7d}   {mine.milliseconds:14.3f} {mine.state_bytes / 1e3:6.0f}"

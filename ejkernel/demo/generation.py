@@ -32,7 +32,7 @@ class Cost:
 def _continue(graph: Any, parameters: Any, carry: Any) -> tuple[Any, jax.Array]:
     """`CHUNK` bytes more, each drawn from what the model makes of the one before and the carried state.
 
-    That is given up for the next one: to copy a long cache takes about as long as a byte.
+    The state is donated: to copy a long cache takes about as long as a byte.
     """
     model = nnx.merge(graph, parameters)
 
@@ -48,39 +48,39 @@ def _continue(graph: Any, parameters: Any, carry: Any) -> tuple[Any, jax.Array]:
 
 
 @dataclass
-class Going:
-    """A model and what it has read: all that writing on takes."""
+class Writer:
+    """A model and the state that it carries: all that it takes to write more."""
 
     graph: Any
     parameters: Any
     carry: Any
 
-    def on(self) -> bytes:
-        """Writes `CHUNK` bytes."""
+    def write(self) -> bytes:
+        """`CHUNK` bytes more."""
         self.carry, written = jax.block_until_ready(_continue(self.graph, self.parameters, self.carry))
         return np.asarray(written, np.uint8).tobytes()
 
-    def as_it_is(self) -> "Going":
-        return Going(self.graph, self.parameters, jax.tree.map(jnp.copy, self.carry))
+    def copied(self) -> "Writer":
+        return Writer(self.graph, self.parameters, jax.tree.map(jnp.copy, self.carry))
 
 
 def generate(
     settings: Settings, parameters: Any, prompt: bytes, contexts: Sequence[int]
-) -> tuple[bytes, dict[int, Going]]:
-    """Reads `prompt` at once, then writes on until the longest of `contexts`; the bytes, and what goes on from each."""
+) -> tuple[bytes, dict[int, Writer]]:
+    """Reads `prompt` at once, then writes until the longest of `contexts`; the bytes, and a writer at each context."""
     graph, _ = build(settings)
     tokens = jnp.asarray(np.frombuffer(prompt, np.uint8)[None, :-1], jnp.int32)
     _, states = jax.jit(lambda parameters, tokens: nnx.merge(graph, parameters)(tokens))(parameters, tokens)
-    going = Going(graph, parameters, (jnp.full(1, prompt[-1], jnp.int32), states, jax.random.key(settings.seed)))
-    written, at = b"", dict[int, Going]()
+    writer = Writer(graph, parameters, (jnp.full(1, prompt[-1], jnp.int32), states, jax.random.key(settings.seed)))
+    written, at = b"", dict[int, Writer]()
     while len(at) < len(contexts):
-        written += going.on()
+        written += writer.write()
         reached = [each for each in contexts if each not in at and each <= len(prompt) + len(written)]
-        at |= {each: going.as_it_is() for each in reached}
+        at |= {each: writer.copied() for each in reached}
     return written, at
 
 
-def softmax(settings: Settings, contexts: Sequence[int]) -> dict[int, Going]:
+def softmax(settings: Settings, contexts: Sequence[int]) -> dict[int, Writer]:
     """The same for softmax attention in a model of the same size, whose cache has room for the context.
 
     What it has learnt makes no difference to the time, so it has learnt nothing.
@@ -92,24 +92,24 @@ def softmax(settings: Settings, contexts: Sequence[int]) -> dict[int, Going]:
         filled = jnp.int32(context - CHUNK)
         caches = tuple(mixer.empty_cache(context)._replace(position=filled) for mixer in mixers)
         carry = (jnp.full(1, ord(text.START), jnp.int32), caches, jax.random.key(0))
-        at[context] = Going(graph, parameters, carry).as_it_is()  # what is given up must not be shared
+        at[context] = Writer(graph, parameters, carry).copied()  # what is donated must not be shared
     return at
 
 
-def costs(*ways: Mapping[int, Going], rounds: int = 7) -> list[list[Cost]]:
+def costs(*ways: Mapping[int, Writer], rounds: int = 7) -> list[list[Cost]]:
     """What a byte costs each of `ways` at each of its contexts, all timed in the same rounds.
 
-    The best round counts: whatever else the machine does can only add to the others. Each writes on from round to
-    round; a cache that is full stays as long as it is.
+    The best round counts: whatever else the machine does can only add to the others. Each goes on writing from round
+    to round; a full cache does not grow.
     """
     clocks = {}
     for number, way in enumerate(ways):
-        for context, going in way.items():
-            going.on()  # compiles
-            clocks[f"{number} {context}"] = functools.partial(milliseconds, going.on)
+        for context, writer in way.items():
+            writer.write()  # compiles
+            clocks[f"{number} {context}"] = functools.partial(milliseconds, writer.write)
     times = {name: min(taken) / CHUNK for name, taken in in_rounds(clocks, rounds).items()}
     return [
-        [Cost(context, times[f"{number} {context}"], _bytes(going.carry[1])) for context, going in way.items()]
+        [Cost(context, times[f"{number} {context}"], _bytes(writer.carry[1])) for context, writer in way.items()]
         for number, way in enumerate(ways)
     ]
 

@@ -5,7 +5,7 @@ from html import escape
 
 import jax
 
-from ejkernel import _drawing as drawing
+from ejkernel.demo import drawing
 from ejkernel.demo.generation import Cost
 from ejkernel.demo.training import Score, Settings
 

@@ -1,4 +1,4 @@
-"""Results files: whatever stands in one, `ejkernel bench --from` draws it or says in a line what is wrong with it."""
+"""Results files: `python -m benchmarks.page` draws whatever is in one, or says in a line what is wrong with it."""
 
 import contextlib
 import copy
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
@@ -17,17 +18,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from properties import examples
 
-from ejkernel import cli
-from ejkernel.bench.document import Heading, Paragraph, Points, Table, as_html, as_markdown
-from ejkernel.bench.kinds import line
+from benchmarks.page import __main__ as page_command
+from benchmarks.page.document import Heading, Paragraph, Points, Table, as_html, as_markdown
+from ejkernel.bench.results import line
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "bench_cpu.json").read_text())
+DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "bench_h200.json").read_text())
 # few pictures: each takes a tenth of a second
 DOCUMENT["rows"] = [
     row
     for row in DOCUMENT["rows"]
-    if (row["op"], row["direction"]) == ("attention", "forward") and row["tokens"] < 1024
+    if (row["op"], row["direction"]) == ("attention", "forward") and row["tokens"] < 4096
 ]
 
 
@@ -41,7 +42,7 @@ def drawn(text, page="page.md"):
             contextlib.redirect_stdout(io.StringIO()) as said,
             contextlib.redirect_stderr(io.StringIO()) as complaint,
         ):
-            code = cli.main(["bench", "--from", "rows.json", "--plot", str(home / page)])
+            code = page_command.main(["rows.json", "--plot", str(home / page)])
         (home / "page").mkdir(exist_ok=True)
         assert {str(each) for each in Path(".").iterdir()} == {"home", "rows.json"}
         assert {each.name for each in home.iterdir()} <= {"page", page}
@@ -85,6 +86,57 @@ def test_every_field_is_held_to_what_it_may_be(place, value, message):
     put(changed, place, value)
     code, said = drawn(json.dumps(changed).encode())
     assert code == 2 and said.startswith(f"rows.json: {message}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is no JSON, or only a part of it"),
+        (lambda text: "", "is no JSON"),
+        (lambda text: "[1, 2]", "is not in the format"),
+        (lambda text: text.replace("version 1", "version 7"), "is not in the format 'ejkernel bench, version 1'"),
+        (lambda text: text.replace('"op": ', '"opus": ', 1), "row 0: 'opus' is no field"),
+        (
+            lambda text: text.replace('"tokens": 512', '"tokens": "512"', 1),
+            "row 0: tokens: got '512'; expected a whole number",
+        ),
+        (lambda text: text.replace('"who": "ejkernel", ', "", 1), "row 0: lacks who"),
+        (lambda text: text.replace('"date": ', '"day": '), "'day' is no field"),
+        (lambda text: text.replace('"rows"', '"columns"'), "has no rows"),
+    ],
+)
+def test_foreign_files_are_told(tmp_path, capsys, change, message):
+    path = tmp_path / "broken.json"
+    path.write_text(change(json.dumps(DOCUMENT)))
+    assert page_command.main([str(path), "--plot", str(tmp_path / "page.html")]) == 2
+    assert f"{path}: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_wrong_use_exits_with_2(capsys):
+    for arguments, message in ((["rows.json"], "required: --plot"), (["x", "--plot", "a.png"], "ends in .html or .md")):
+        with pytest.raises(SystemExit) as end:
+            page_command.main(arguments)
+        assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "message"), [("none/x.html", "cannot be written"), ("a.html", "expected a file")])
+def test_unwritable_pages_are_told(tmp_path, capsys, name, message):
+    (tmp_path / "a.html").mkdir()
+    assert page_command.main([str(tmp_path / "rows.json"), "--plot", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert page_command.main(["rows.json", "--plot", str(tmp_path / "page.html")]) == 1
+    assert "--plot: drawing needs matplotlib, the extra cli: pip install '.[cli]'" in capsys.readouterr().err
+
+
+def test_a_stopped_run_is_told_on_the_page(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(DOCUMENT | {"complete": False}))
+    assert page_command.main([str(tmp_path / "rows.json"), "--plot", str(tmp_path / "page.md")]) == 0
+    assert "The run was stopped before its end." in (tmp_path / "page.md").read_text()
 
 
 def put(document, place, value):
@@ -152,7 +204,7 @@ def test_what_is_no_document_is_told(text):
 def test_files_may_have_any_name(page, tmp_path, capsys):
     source = tmp_path / "r\udcff.json"
     source.write_text(json.dumps(DOCUMENT))
-    assert cli.main(["bench", "--from", str(source), "--plot", str(tmp_path / page)]) == 0
+    assert page_command.main([str(source), "--plot", str(tmp_path / page)]) == 0
     assert capsys.readouterr().out.startswith("wrote ")
     if page.endswith(".md"):
         links = re.findall(r"\]\((.*?\.svg)\)", (tmp_path / page).read_text())

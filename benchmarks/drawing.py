@@ -1,0 +1,49 @@
+"""Bars as SVG, beside the demo's lines: what the pages' pictures are drawn with."""
+
+from collections.abc import Mapping, Sequence
+
+from ejkernel.demo.drawing import Picture, lines, logarithmic, looks
+
+__all__ = ["bars", "lines"]
+
+
+def bars(
+    title: str,
+    unit: str,
+    rows: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    flat: bool = False,
+    size: tuple[int, int] = (640, 400),
+    colours: Mapping[str, int] | None = None,
+) -> str:
+    """A bar for each of `series` in each of `rows`, on a logarithmic axis; `flat` ones have their names at left."""
+    look = looks(list(series), colours)
+    values = [value for each in series.values() for value in each if value]
+    values.append(0.97 * min(values))  # a bar of no length would be none
+    with Picture(title, size) as picture:
+        axes = picture.axes
+        if flat:
+            axes.grid(axis="x")
+            low, _ = logarithmic(axes.set_xscale, axes.xaxis, axes.set_xlim, values)
+        else:
+            low, _ = picture.up_axis(values, log=True)
+        thick = 0.84 / len(series)
+        handles = []
+        for number, (name, each) in enumerate(series.items()):
+            known = [(row, value) for row, value in enumerate(each) if value]
+            at = [row - 0.42 + (number + 0.5) * thick for row, _ in known]
+            # from where the axis begins: a logarithmic one has no zero
+            lengths = [value - low for _, value in known]
+            draw = axes.barh if flat else axes.bar
+            start = {"left": low} if flat else {"bottom": low}
+            draw(at, lengths, thick * 0.9, color=look[name][0], **start)
+            handles.append(picture.patch(color=look[name][0]))
+        if flat:
+            axes.set_yticks(range(len(rows)), rows)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.set_xlabel(unit)
+        else:
+            axes.set_xticks(range(len(rows)), rows)
+            axes.set_ylabel(unit)
+        return picture.svg(handles, list(series))

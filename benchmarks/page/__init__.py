@@ -1,0 +1,1 @@
+"""`python -m benchmarks.page`: rows of `ejkernel bench` as a page of tables and pictures."""

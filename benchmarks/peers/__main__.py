@@ -1,0 +1,68 @@
+"""`python -m benchmarks.peers [--json FILE]`: compares, prints a table, and fails above a bound."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+SEEDS = range(5)
+# Of two programs in float32, and in float64, where what is left is rounding and not a different formula.
+BOUNDS = {"output": 1e-5, "gradients": 1e-5, "decoding": 1e-5, "float64": 1e-12}
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention", "jax", "flax")
+
+
+def compared() -> list[dict[str, Any]]:
+    """A row for each reference: the worst of all seeds."""
+    from benchmarks.peers.compare import double, numbers
+    from benchmarks.peers.qwen3_next import numbers as whole_model
+    from benchmarks.peers.references import references
+
+    with double():
+        precise = references()
+    rows = []
+    for reference, other in zip(references(), precise, strict=True):
+        found = [numbers(reference, other if reference.float64 else None, seed) for seed in SEEDS]
+        rows.append(_row(reference.layer, reference.theirs, found))
+    found = [whole_model(seed) for seed in SEEDS]
+    rows.append(_row("examples/qwen3_next.py", "transformers Qwen3-Next, the model", found))
+    return rows
+
+
+def _row(layer: str, reference: str, found: list[dict[str, float]]) -> dict[str, Any]:
+    worst = {name: max(each[name] for each in found) for name in found[0]}
+    print(f"{layer:22} {reference:36}", *(f"{name} {each:.1e}" for name, each in worst.items()), flush=True)
+    return {"layer": layer, "reference": reference, **worst}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+    rows = compared()
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "seeds": len(SEEDS),
+        "bounds": BOUNDS,
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    above = [
+        f"{row['layer']} beside {row['reference']}: {name} {row[name]:.1e} above {bound}"
+        for row in rows
+        for name, bound in BOUNDS.items()
+        if name in row and not row[name] <= bound
+    ]
+    for line in above:
+        print(line, file=sys.stderr)
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
