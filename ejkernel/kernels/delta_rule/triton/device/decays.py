@@ -8,9 +8,9 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
 from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of, token_offsets
 
-# What is kept of a token is beta times what the state lacks of its value, by which beta's gradient divides by beta. For a
-# beta below the least, IDLE stands in: what is kept then goes into beta's gradient and nowhere else. A beta that happens
-# to be IDLE is moved by its last bit.
+# What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
+# beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
+# that happens to be IDLE loses its last bit.
 IDLE = tl.constexpr(2.0**-60 + 2.0**-83)
 LEAST_BETA = tl.constexpr(2.0**-100)
 # bits of a chunk's gates, a token, from which on its keys may be alike; the same with betas of 1 or more; and of how
