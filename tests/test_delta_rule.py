@@ -133,6 +133,55 @@ class TestWhatHoldsOfAnyCall:
         grads = jax.grad(lambda x: kda(**x, normalize=True)[0].sum())(zero)
         assert all(np.isfinite(x).all() for x in grads.values())
 
+    @pytest.mark.parametrize(
+        "dtype, powers", [("float32", (50, 65, 100)), ("bfloat16", (65, 100)), ("float64", (300, 520, 1000))]
+    )
+    def test_normalize_vectors_of_any_size(self, x64, dtype, powers):
+        """Their size cancels, where it is far above epsilon, and divides gradients; squares overflow from 2**64 on."""
+        arrays = {n: jnp.asarray(x, dtype) for n, x in replace(self.CASE, tokens=5).arrays().items()}
+        tolerance = TOLERANCE[dtype]
+
+        def run(power):
+            size = jnp.asarray(2.0**power, dtype)
+            moving = {n: arrays[n] * size for n in ("query", "key")}
+            output, pull = jax.vjp(lambda x: kda(**arrays | x, normalize=True)[0], moving)
+            gradients = pull(jnp.cos(output.astype(float)).astype(dtype))[0]
+            return output, {n: x.astype(float) * 2.0**power for n, x in gradients.items()}
+
+        expected, gradients = run(20)
+        for power in powers:
+            output, found = run(power)
+            assert_close(output, expected, tolerance[0])
+            for name, x in gradients.items():
+                assert_close(found[name], x, tolerance[1], name)
+
+    def test_second_derivatives_of_normalized_vectors(self, x64):
+        arrays = replace(self.CASE, tokens=5, batch=1).arrays()
+        along = np.random.default_rng(3).normal(size=arrays["key"].shape)
+
+        def curvature(dtype, power):
+            x = {n: jnp.asarray(each, dtype) for n, each in arrays.items()}
+            key, direction = x.pop("key") * jnp.asarray(2.0**power, dtype), jnp.asarray(along, dtype)
+            slope = jax.grad(lambda key: kda(**x, key=key, normalize=True)[0].sum())
+            return jax.grad(lambda key: (slope(key) * direction).sum())(key).astype(float) * 4.0**power
+
+        expected = curvature("float64", 20)
+        for dtype, power in (("float32", 20), ("float32", 50), ("float64", 400)):
+            assert_close(curvature(dtype, power), expected, TOLERANCE[dtype][1])
+
+    @pytest.mark.parametrize("spoilt", [np.inf, np.nan])
+    def test_normalize_leaks_nowhere(self, spoilt):
+        arrays = replace(self.CASE, lengths=(3, 2, 4)).arrays(np.float32)
+
+        def run(key):
+            output, pull = jax.vjp(lambda q, k: kda(**arrays | {"query": q, "key": k}, normalize=True)[0], key, key)
+            return output, *pull(jnp.cos(output))
+
+        key = jnp.asarray(arrays["key"])
+        for clean, dirty in zip(run(key), run(key.at[0, 3, 0, 1].set(spoilt)), strict=True):
+            np.testing.assert_array_equal(clean[:, :3], dirty[:, :3])
+            np.testing.assert_array_equal(clean[:, 5:], dirty[:, 5:])
+
     def test_a_learned_scale_has_a_gradient(self, x64):
         arrays = self.CASE.arrays()
         grad = jax.grad(lambda scale: (kda(**arrays, softmax_scale=scale)[0] ** 2).sum())(jnp.asarray(0.3))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from attention_cases import (
     results_and_gradients,
 )
 from conftest import assert_close
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ejkernel.attention import attention, flash_attention
@@ -307,10 +309,74 @@ def test_memory_is_linear(options):
     assert long < 4.5 * short, f"{short} bytes grew to {long} with four times the tokens"
 
 
+def loop_lengths(jaxpr):
+    """Of every loop in a program, those inside others too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation.params["length"]
+        for each in jaxprs_in_params(equation.params):
+            yield from loop_lengths(each)
+
+
+def test_many_sequences_take_no_more_blocks_than_few():
+    """Of queries, forward and backward; of keys, a block visits those in its queries' sight."""
+    shape = jax.ShapeDtypeStruct((2048, 2, 16), np.float32)
+
+    def longest(borders):
+        def run(*arrays):
+            return jax.grad(lambda *a: flash_attention(*a, causal=True, cu_seqlens=borders).sum(), (0, 1, 2))(*arrays)
+
+        return max(loop_lengths(jax.make_jaxpr(run)(shape, shape, shape).jaxpr))
+
+    few = longest(np.arange(0, 2049, 256))
+    assert longest(np.arange(2049)) <= few
+    assert longest(np.r_[np.zeros(1000, int), np.arange(1049)]) <= few
+
+
+PACKINGS = [
+    ([0, 3, 3, 4, 9, 12], None),
+    ([0, 1, 2, 3, 4, 5], None),
+    ([0, 3, 3, 8, 11], [0, 4, 6, 6, 12]),
+]
+
+
+@pytest.mark.parametrize("borders, key_borders", PACKINGS)
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf])
+def test_packed_sequences_share_blocks_and_nothing_else(borders, key_borders, spoilt):
+    """One that is NaN changes no bit of another, nor does padding, whichever array it is in; and is NaN itself."""
+    random = np.random.default_rng(0)
+    query, key, value, d_output = random.normal(size=(4, 12, 2, 4)).astype(np.float32)
+    cu, cu_kv = np.array(borders), np.array(key_borders or borders)
+    sinks = random.normal(size=(2, 1)).astype(np.float32)
+    options = {"softmax_aux": sinks, "causal": True, "block_sizes": (8, 8)}
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(query, key, value, d_output):
+        def attend(*arrays):
+            return flash_attention(*arrays, **options, cu_seqlens=cu, cu_seqlens_kv=cu_kv)
+
+        output, pull = jax.vjp(attend, query, key, value)
+        return [output, *pull(d_output)]
+
+    arrays, of_keys = [query, key, value, d_output], [False, True, True, False]
+    clean = run(*arrays)
+    for sequence, which in itertools.product(range(len(cu) - 1), range(4)):
+        dirty = [each.copy() for each in arrays]
+        own = cu_kv if of_keys[which] else cu
+        dirty[which][own[sequence] : own[sequence + 1], 0, 1] = dirty[which][own[-1] :] = spoilt
+        found = run(*dirty)
+        for before, after, own in zip(clean, found, (cu, cu, cu_kv, cu_kv), strict=True):
+            others = np.r_[0 : own[sequence], own[sequence + 1] : 12]
+            np.testing.assert_array_equal(np.asarray(before)[others], np.asarray(after)[others])
+        (first, last), first_key = cu[sequence : sequence + 2], cu_kv[sequence]
+        if np.isnan(spoilt) and first < last and first_key < cu_kv[sequence + 1]:
+            # what the last query sees, or who sees the first key
+            assert np.isnan(found[3][first_key, 0] if which == 3 else found[0][last - 1, 0]).any()
+
+
 def test_memory_does_not_grow_with_tokens_times_sequences():
     few, many = (temporaries(16384, cu_seqlens=np.arange(0, 16385, 16384 // n)) for n in (4, 4096))
-    # blocks of 32 queries hold 4 each
-    assert many < 16 * few, f"{few} bytes grew to {many} with a thousand times the sequences"
+    assert many < 2 * few, f"{few} bytes grew to {many} with a thousand times the sequences"
 
 
 def test_contract_paths_take_the_contract_arguments():

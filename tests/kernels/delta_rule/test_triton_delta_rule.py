@@ -139,6 +139,54 @@ def test_time_segments(monkeypatch, case):
     check(case)
 
 
+IDLE = [
+    (Case("idle", tokens=37, state="each", **ONE), "float32"),
+    (Case("idle reverse", tokens=20, gate="ordinary", state="each", options={"reverse": True}, **ONE), "float32"),
+    (Case("idle key gates", tokens=20, gate="mixed", per_key=True, state="each", **ONE), "float32"),
+    (Case("idle half", tokens=20, gate="ordinary", **ONE), "bfloat16"),
+    (Case("idle half key gates", tokens=20, gate="ordinary", per_key=True, **ONE), "bfloat16"),
+    (Case("idle half strong key gates", tokens=20, gate="strong", per_key=True, **ONE), "bfloat16"),
+    (Case("idle keys alike", tokens=40, keys="nearly equal", beta="reflects", **ONE), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case, dtype", IDLE, ids=str)
+def test_beta_of_0_writes_nothing(case, dtype):
+    """What tokens would have written changes no bit of anything but the gradient of their betas, which is right."""
+    arrays, idle = inputs(case, dtype), jnp.asarray([2, 3, 9, 17])
+    arrays["beta"] = arrays["beta"].at[:, idle].set(0.0)
+    found, cotangents = with_gradients(case, arrays)
+    assert_matches(found, answers(case, arrays, cotangents), TOLERANCE[dtype])
+    assert not np.asarray(found["key"])[:, idle].any() and not np.asarray(found["value"])[:, idle].any()
+    # large keys would have bfloat16 take more digits
+    factors = {"key": 1e10 if dtype == "float32" else -1.0, "value": 1e20}
+    others = {name: arrays[name].at[:, idle].multiply(factor) for name, factor in factors.items()}
+    again, _ = with_gradients(case, {**arrays, **others}, cotangents)
+    for name in found.keys() - {"beta"}:
+        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+    writing = np.delete(np.arange(case.tokens), idle)
+    np.testing.assert_array_equal(found["beta"][:, writing], again["beta"][:, writing])
+
+
+def test_segments_of_tokens_that_write_nothing(monkeypatch):
+    monkeypatch.setattr(configs, "configure", lambda *_: small(fill=99))
+    monkeypatch.setattr(launcher, "FEWEST_CHUNKS", 1)
+    test_beta_of_0_writes_nothing(Case("idle", tokens=64, gate="tiny", **ONE), "float32")
+
+
+def test_beta_of_next_to_nothing():
+    """What is written is an ordinary number, as its value is large; and a beta of the number that stands for 0."""
+    case = Case("tiny betas", tokens=20, state="each", **ONE)
+    arrays = inputs(case, "float32")
+    for token, beta in ((2, 1e-20), (5, -1e-25), (11, 2.0**-60), (12, 2.0**-60 + 2.0**-83)):
+        arrays["beta"] = arrays["beta"].at[:, token].set(beta)
+        arrays["value"] = arrays["value"].at[:, token].multiply(1 / abs(beta))
+    found, cotangents = with_gradients(case, arrays)
+    expected = answers(case, arrays, cotangents)
+    found, expected = ({**x, "beta": x["beta"] * arrays["beta"]} for x in (found, expected))
+    assert_matches(found, expected, TOLERANCE["float32"])
+
+
 def test_sequences_do_not_touch_and_padding_has_no_effect():
     """A NaN in one packed sequence changes no bit of another, and one in the padding none at all."""
     case = Case("leaks", lengths=(17, 5, 9), padding=3, gate="ordinary", state="each", **{**ONE, "batch": 1})

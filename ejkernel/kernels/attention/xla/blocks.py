@@ -11,7 +11,7 @@ from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import Inputs, alike, cotangents, heads_first, heads_last
 from ejkernel.kernels.attention.xla import few_queries
-from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, over_keys, problem
+from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, finite, over_keys, problem
 from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
 
 
@@ -25,7 +25,7 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = F
     With `every_block`, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
     With `few`, products are those of `few_queries`, and keys are visited all at once.
     """
-    p = problem(call, inputs, few)
+    p = problem(call, inputs, few, apart=every_block)
 
     def block(_: None, xs: tuple[Rows, Array]) -> Any:
         rows, query = xs
@@ -42,7 +42,7 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = F
             if few:
                 added = few_queries.weighted(call, weights, columns.value)
             else:
-                added = _matmul(call, _narrow(weights, columns.value), columns.value)
+                added = _matmul(call, _narrow(weights, columns.value), finite(p, columns.value))
             return new_top, total, sums * shrink + added
 
         shape = (*query.shape[:-1], 1)
@@ -53,6 +53,11 @@ def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = F
 
     _, results = lax.scan(jax.checkpoint(block) if every_block else block, None, (p.rows, p.layout.split(p.query, 3)))
     output, top, total = (p.layout.join(each, 3, call.queries) for each in results)
+    if p.mixed:
+        output = jnp.where(_sees_nan(p), jnp.nan, output)
+        # padding, which sinks have reached
+        inside = jnp.arange(call.queries) < inputs.cu_seqlens[-1]  # type: ignore[index]
+        top, total = jnp.where(inside, top, 0), jnp.where(inside, total, 0)
     output = output if p.alive is None else jnp.where(p.alive, output, 0)
     return heads_last(call, output).astype(call.residual_dtype), heads_last(call, top), heads_last(call, total)
 
@@ -84,10 +89,10 @@ def backward(
             if d_bias is not None:
                 d_bias = _add_bias(d_bias, d_scores, columns.at)
             d_scores = d_scores * call.scale if slope is None else d_scores * slope * call.scale
-            weights = _drop(p, rows, columns, weights)
-            d_value = _add_keys(call, d_value, columns, weights, d_output)
-            d_key = _add_keys(call, d_key, columns, d_scores, query)
-            d_query = d_query + _matmul(call, _narrow(d_scores, columns.key), columns.key)
+            weights = jnp.where(columns.allowed, _drop(p, rows, columns, weights), 0)
+            d_value = _add_keys(call, d_value, columns, weights, finite(p, d_output))
+            d_key = _add_keys(call, d_key, columns, d_scores, finite(p, query))
+            d_query = d_query + _matmul(call, _narrow(d_scores, columns.key), finite(p, columns.key))
             return d_key, d_value, d_query, d_bias
 
         mine = _varying.like((jnp.zeros(query.shape, call.wide), _no_bias(p, rows)), query)
@@ -99,6 +104,8 @@ def backward(
     zeros = _varying.like((jnp.zeros(p.key.shape, call.wide), jnp.zeros(p.value.shape, call.wide)), p.query)
     (d_key, d_value), (d_query, d_bias) = lax.scan(block, zeros, (p.rows, *split))
     d_query = p.layout.join(d_query, 3, call.queries)
+    if p.mixed:
+        d_value = jnp.where(_seen_by_nan(p, d_output), jnp.nan, d_value)
     if p.alive is not None and p.seen is not None:
         d_query = jnp.where(p.alive, d_query, 0)
         d_key, d_value = jnp.where(p.seen, d_key, 0), jnp.where(p.seen, d_value, 0)
@@ -178,6 +185,20 @@ def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: A
     # a block may hold keys of the next sequence, which a NaN of this one must not reach
     share = jnp.where(columns.new, share, 0) + lax.dynamic_slice_in_dim(sums, at, size, 2)
     return lax.dynamic_update_slice_in_dim(sums, share, at, 2)
+
+
+def _sees_nan(p: Problem) -> Array:
+    """Which queries see a value that is not finite, `[B, Hkv, 1, S, 1]`: more lie before their last key than first."""
+    bad = jnp.cumsum(~jnp.isfinite(p.value).all(-1), -1, dtype=jnp.int32)
+    bad = jnp.pad(bad, [(0, 0), (0, 0), (1, 0)])  # [B, Hkv, 1 + L]
+    return (bad[..., p.stop[0]] > bad[..., p.start[0]])[:, :, None, :, None]
+
+
+def _seen_by_nan(p: Problem, d_output: Array) -> Array:
+    """Which keys are seen by a query whose cotangent is not finite, `[B, Hkv, L, 1]`."""
+    bad = (~jnp.isfinite(d_output).all(-1)).any(2).astype(jnp.int32)  # [B, Hkv, S]
+    zeros = jnp.zeros_like(bad, shape=(*bad.shape[:2], p.call.keys + 1))
+    return (jnp.cumsum(zeros.at[..., p.start[0]].add(bad).at[..., p.stop[0]].add(-bad), -1)[..., :-1] > 0)[..., None]
 
 
 def _no_bias(p: Problem, rows: Rows) -> Array | None:

@@ -13,6 +13,7 @@ from ejkernel.kernels.attention.inputs import Inputs, heads_first
 from ejkernel.kernels.attention.masks import by_group, live
 from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.layout import Layout, layout, seen_keys
+from ejkernel.xla_utils.utils import cdiv
 
 Carry = TypeVar("Carry")
 
@@ -26,16 +27,23 @@ class Problem:
     key: Array  # [B, Hkv, L, D]; for few queries [B, L, Hkv, D]
     value: Array  # [B, Hkv, L, Dv]; for few queries [B, L, Hkv, Dv]
     few: bool
+    mixed: bool  # blocks of queries may hold several packed sequences
     mask: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1|L]
     bias: Array | None
     sinks: Array | None  # [1, 1|Hkv, 1|G, 1, sinks]
     dropout_key: Array | None
     alive: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1]: queries that the mask leaves a key
     seen: Array | None  # [1|B, 1|Hkv, 1|L, 1]: keys that the mask leaves a query
-    real: Array  # [1|B, 1, 1, S]: queries that position leaves a key
+    start: Array  # [1|B, S]: the first key that position allows each query
+    stop: Array  # [1|B, S]: one past the last; the same where there is none
     layout: Layout
     key_size: int
     rows: "Rows"  # of every block, stacked
+
+    @property
+    def real(self) -> Array:
+        """Queries that position leaves a key, `[1|B, 1, 1, S]`."""
+        return (self.start < self.stop)[:, None, None]
 
 
 class Rows(NamedTuple):
@@ -63,8 +71,14 @@ class Columns(NamedTuple):
     bias: Array | None  # broadcasts to [B, Hkv, G, Bq, Bk]
 
 
-def problem(call: Call, inputs: Inputs, few: bool = False) -> Problem:
-    """`inputs` taken apart; for few queries, keys and values stay as they lie."""
+def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) -> Problem:
+    """`inputs` taken apart; for few queries, keys and values stay as they lie.
+
+    Packed sequences share blocks of queries, unless they are to be `apart` or queries are few: time does not depend on
+    how many there are then, but whoever sums products over tokens must keep NaN of one from others (`finite`).
+    """
+    packed = inputs.cu_seqlens is not None
+    mixed = packed and not (few or apart)
     query = heads_first(call, inputs.query)
     key, value = (x if few else x.swapaxes(1, 2) for x in (inputs.key, inputs.value))
     mask = None if inputs.mask is None else by_group(call, inputs.mask, 1)
@@ -75,8 +89,8 @@ def problem(call: Call, inputs: Inputs, few: bool = False) -> Problem:
         query = jnp.where(alive, query, 0)
         if not few:
             key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
-    query_size, key_size = block_sizes(call)
-    blocks = layout(call, query_size, inputs.cu_seqlens)
+    query_size, key_size = block_sizes(call, mixed)
+    blocks = layout(call, query_size, None if mixed else inputs.cu_seqlens)
     offset = jnp.zeros(1, jnp.int32) if inputs.query_offset is None else inputs.query_offset
     start, stop = seen_keys(call, inputs.cu_seqlens, inputs.cu_seqlens_kv, offset)
     token = jnp.arange(call.queries, dtype=jnp.int32)
@@ -86,20 +100,27 @@ def problem(call: Call, inputs: Inputs, few: bool = False) -> Problem:
         key,
         value,
         few,
+        mixed,
         mask,
         None if inputs.bias is None else by_group(call, inputs.bias, 1),
         None if inputs.sinks is None else by_group(call, inputs.sinks, 0)[None, :, :, None].astype(call.wide),
         inputs.dropout_key,
         alive,
         seen,
-        (start < stop)[:, None, None],
+        start,
+        stop,
         blocks,
         key_size,
         Rows(blocks.split(token, 0), blocks.split(start, 1), blocks.split(stop, 1)),
     )
 
 
-def block_sizes(call: Call) -> tuple[int, int]:
+def finite(p: Problem, x: Array) -> Array:
+    """`x` to be multiplied and summed over tokens, of several sequences: 0 times NaN, or infinity, is not 0."""
+    return jnp.where(jnp.isfinite(x), x, 0) if p.mixed else x
+
+
+def block_sizes(call: Call, mixed: bool) -> tuple[int, int]:
     """How many queries and keys a block has."""
     queries, keys = call.block_sizes or (256, 512)
     if call.block_sizes is None:
@@ -107,9 +128,11 @@ def block_sizes(call: Call) -> tuple[int, int]:
         rows = call.batch if isinstance(call.batch, int) else 1
         while queries > 64 and rows * call.heads * queries * keys > 2**23:
             queries //= 2
-        # blocks longer than most packed sequences would be mostly empty
-        while call.sequences and queries > 32 and queries * call.sequences > call.queries:
-            queries //= 2
+        if call.sequences:
+            # blocks longer than most packed sequences would be mostly empty, or visit the keys of many sequences
+            least, enough = (8, cdiv(512 * call.queries, call.keys)) if mixed else (32, 0)
+            while queries > max(least, enough) and queries * call.sequences > call.queries:
+                queries //= 2
     return min(queries, call.queries), min(keys, call.keys)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import load_rows, token_of, token_offsets
 from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays
+from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
 
 # The mean square of a system's rows from which on outputs are not within twice their rounding error any more.
@@ -150,6 +150,7 @@ def store_rests(
     o_k = tl.arange(0, BK)
     p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
     b_beta = tl.load(p_row)
+    b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
     m_late = o_r[:, None] > o_r[None, :]
     m_own = o_r[:, None] == o_r[None, :]
     b_k = load_rows(p_own_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)

@@ -8,8 +8,11 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
 from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of, token_offsets
 
-# no state that a token could be short of is so large that this part of it is not lost in rounding
-LEAST_BETA = tl.constexpr(2.0**-60)
+# What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
+# beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
+# that happens to be IDLE loses its last bit.
+IDLE = tl.constexpr(2.0**-60 + 2.0**-83)
+LEAST_BETA = tl.constexpr(2.0**-100)
 # bits of a chunk's gates, a token, from which on its keys may be alike; the same with betas of 1 or more; and of how
 # many tokens it takes
 WEAK = tl.constexpr(-3.0 / 64)
@@ -27,9 +30,15 @@ def pair_decays(b_whole, b_part):
 
 
 @triton.jit
-def writing(b_beta):
-    """Beta, or what nobody can tell from 0: what a token is short of is found again from what it adds."""
-    return tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
+def is_idle(b_beta):
+    """Which tokens write nothing, by their betas."""
+    return tl.abs(b_beta) < LEAST_BETA
+
+
+@triton.jit
+def marked(b_beta):
+    """Betas, with `IDLE` for those of tokens that write nothing."""
+    return tl.where(is_idle(b_beta), IDLE, tl.where(b_beta == IDLE, 2.0**-60, b_beta))
 
 
 @triton.jit
@@ -81,7 +90,7 @@ def weigh(
     b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
     p_row = p_weight + (i_block.to(tl.int64) * H + o_h)[:, None] * (WEIGHTS * C) + o_r[None, :]
     m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
-    tl.store(p_row, writing(b_beta), mask=m_head)
+    tl.store(p_row, marked(b_beta), mask=m_head)
     tl.store(p_row + C, b_since, mask=m_head)
     tl.store(p_row + 2 * C, b_until, mask=m_head)
     tl.store(p_row + 3 * C, b_whole, mask=m_head)

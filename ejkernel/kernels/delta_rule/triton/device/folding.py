@@ -13,9 +13,9 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
-from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, scores
-from ejkernel.kernels.delta_rule.triton.device.system import store_system
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
+from ejkernel.kernels.delta_rule.triton.device.inverse import scores
+from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def solve_folded(
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_beta = writing(b_beta)
+    b_beta = marked(b_beta)
     is_strong = fold_chunk(
         p_q, p_k, p_gate, p_query, p_recall, p_write, p_factor, i_first, n_rows, n_read, i_row, i_h, i_chunk,
         CALL, BK, LIMIT,
@@ -211,11 +211,11 @@ def solve_folded(
     b_query = load_rows(p_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
     b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
     store_squares(b_below, p_squares, i_chunk, o_r, C)
-    b_inverse = inverse(b_below, C, INVERT)
+    b_inverse = solve_system(b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
     b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
     # a token's own key crosses no gate
     b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
     b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
     b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
-    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+    store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C, INVERT)

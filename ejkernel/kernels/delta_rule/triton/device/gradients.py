@@ -8,7 +8,7 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, locate_chunk
 from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, is_idle, marked, pair_decays
 
 
 @triton.jit
@@ -42,14 +42,16 @@ def of_values(
             b_dv.to(p_dv.dtype.element_ty),
             mask=m_write[:, None] & (o_v[None, :] < V),
         )
-    # u is beta times what the token's value is short of
-    b_beta = writing(b_beta)
-    if STORE:
+        # u is beta times what the state lacks of the token's value
         b_added = b_u.to(tl.float32)
         if ALIKE:
             b_added += b_u_rest.to(tl.float32)
-        b_dbeta = tl.sum(b_dr.to(tl.float32) * b_added, 1) / b_beta
+        b_dbeta = tl.sum(b_dr.to(tl.float32) * b_added, 1) / marked(b_beta)
         tl.store(p_dbeta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
+    m_idle = is_idle(b_beta)
+    b_beta = tl.where(m_idle, 0.0, b_beta)
+    b_u = tl.where(m_idle[:, None], 0.0, b_u).to(b_u.dtype)
+    b_u_rest = tl.where(m_idle[:, None], 0.0, b_u_rest).to(b_u.dtype)
     b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
     b_dscore = add_rest(b_dscore, b_do, tl.trans(b_u_rest), ALIKE) * SCALE
     b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=PRECISION)

@@ -14,10 +14,10 @@ from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, largest
 from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
 from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
-from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
-from ejkernel.kernels.delta_rule.triton.device.system import store_system
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner
+from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def of_chunk(
     # the first gate is in the state that the sequence begins with
     m_gate = m_read & (i_row + o_r > 0)
     b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_beta = writing(b_beta)
+    b_beta = marked(b_beta)
     if not STRONG:
         tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
     b_below = tl.zeros([C, C], tl.float32)
@@ -122,8 +122,9 @@ def of_chunk(
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
-    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
-    store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+    b_below = b_below * b_beta[:, None]
+    b_inverse = solve_system(b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+    store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C, INVERT)
 
 
 @triton.jit

@@ -8,37 +8,43 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.chunks.triton.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
+from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS, marked, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
 
 
 @triton.jit
-def store_system(
-    b_inverse,
-    b_score,
-    p_read,
-    p_inverse,
-    p_transposed,
-    i_chunk,
-    o_r,
-    C: tl.constexpr,
-    KEEP: tl.constexpr,
-    INVERT: tl.constexpr,
-    SOLVE: tl.constexpr,
-):
-    """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed.
+def solve_system(
+    b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C: tl.constexpr, KEEP: tl.constexpr,
+    INVERT: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
+    """Returns the inverse of a chunk's system, whose rows below the diagonal come times betas, and stores it.
 
-    The inverse, and its transpose, have their columns in the order of operands.
+    The row of a token that writes nothing is 0 below the diagonal. What is stored for the walk forward finds what the
+    state lacks of such a token's value too, times `IDLE`, and adds it to nothing: the token's row is as it came, and
+    its column is 0. The inverse, and its transpose, are stored with their columns in the order of operands.
     """
-    i_pair = i_chunk * (C * C)
-    o_pair = o_r[:, None] * C + o_r[None, :]
+    m_idle = b_beta == IDLE
+    b_inverse = inverse(tl.where(m_idle[:, None], 0.0, b_below), C, INVERT)
+    p_pair = i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :]
     b_nearest = nearest(b_inverse, SOLVE)
-    tl.store(p_inverse + i_pair + o_pair, in_order_of_operands(b_nearest, C, C))
+    if tl.max((m_idle & m_read).to(tl.int32), 0) > 0:
+        b_forward = tl.where(m_idle[None, :], 0.0, b_inverse)
+        b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
+        b_forward = tl.where(m_idle[:, None], b_unit - product(b_below, b_forward, INVERT), b_forward)
+        tl.store(p_inverse + p_pair, in_order_of_operands(nearest(b_forward, SOLVE), C, C))
+    else:
+        tl.store(p_inverse + p_pair, in_order_of_operands(b_nearest, C, C))
     if KEEP:
-        tl.store(p_transposed + i_pair + o_pair, in_order_of_operands(tl.trans(b_nearest), C, C))
+        tl.store(p_transposed + p_pair, in_order_of_operands(tl.trans(b_nearest), C, C))
+    return b_inverse
+
+
+@triton.jit
+def store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C: tl.constexpr, INVERT: tl.constexpr):
+    """Stores what the inverse makes of the scores of queries with keys up to them, decayed."""
     # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
     b_read = product(b_score, b_inverse, INVERT)
-    tl.store(p_read + i_pair + o_pair, b_read.to(p_read.dtype.element_ty))
+    tl.store(p_read + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :], b_read.to(p_read.dtype.element_ty))
 
 
 @triton.jit
@@ -74,7 +80,7 @@ def solve_heads(
         else:
             p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
             b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-            b_beta = writing(b_beta)
+            b_beta = marked(b_beta)
         b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
         if DECAY == "head":
             b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
@@ -82,14 +88,14 @@ def solve_heads(
         b_below = b_below * b_beta[:, None]
         if CALL.alike and DECAY != "head":
             store_squares(b_below, p_squares, i_chunk, o_r, C)
-        b_inverse = inverse(b_below, C, INVERT)
+        b_inverse = solve_system(b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
         if DECAY != "head":
             # only now that it has come for sure
             tl.store(p_row, b_beta)
         b_score = scores(b_q, b_k, o_r[:, None] >= o_r[None, :], PRECISION)
         if DECAY == "head":
             b_score = b_score * b_pair
-        store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+        store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C, INVERT)
 
 
 @triton.jit

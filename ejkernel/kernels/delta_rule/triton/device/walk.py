@@ -29,7 +29,7 @@ from ejkernel.kernels.delta_rule.triton.device.alike import (
     rest_of,
     store_rests,
 )
-from ejkernel.kernels.delta_rule.triton.device.decays import LEAST_BETA, WEIGHTS
+from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
 
 
@@ -203,12 +203,12 @@ def forward(
             b_state = b_state * tl.load(p_row + 2 * C - 1)
         b_beta = tl.load(p_row + o_r)[None, :]
         b_error = short_of(b_v, b_met, b_unit, EFFECTS) * b_beta
+        m_idle = b_beta == IDLE
+        if DECAY == "head":
+            # no decay is below 0: what a dot's operand hangs on is fetched ahead of its chunk, as decays are to be
+            m_idle = m_idle | (b_since < 0.0)
+        b_asked = tl.where(m_idle, 0.0, b_error)
         if not EFFECTS:
-            m_idle = b_beta == LEAST_BETA
-            if DECAY == "head":
-                # no decay is below 0: what a dot's operand hangs on is fetched ahead of its chunk, as decays are to be
-                m_idle = m_idle | (b_since < 0.0)
-            b_asked = tl.where(m_idle, 0.0, b_error)
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION)
             if ALIKE:
                 b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
@@ -221,8 +221,8 @@ def forward(
             b_ordered = in_order_of_operands(b_error - nearest(b_error, SOLVE), BV, C)
             b_u = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_u, input_precision=SOLVE)
             b_rest = load_rest(p_rest, i_chunk, o_r, True, C)
-            b_u = tl.dot(b_error.to(b_k.dtype), b_rest, acc=b_u)
-        b_weight = tl.where(b_beta == LEAST_BETA, 0.0, 1.0)
+            b_u = tl.dot(b_asked.to(b_k.dtype), b_rest, acc=b_u)
+        b_weight = tl.where(b_beta == IDLE, 0.0, 1.0)
         if DECAY == "head":
             b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
         b_put = b_u * b_weight
@@ -382,6 +382,7 @@ def backward(
             b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
         b_query = b_do.to(tl.float32) * SCALE
         b_beta = tl.load(p_row + o_r)[None, :]
+        b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
         if DECAY == "head":
             b_since = tl.load(p_row + C + o_r)[None, :]
             b_du = b_du * tl.load(p_row + 2 * C + o_r)[None, :]
