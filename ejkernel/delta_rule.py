@@ -1,6 +1,7 @@
 """The delta rule: linear attention that corrects what its memory recalls, with no gate, one a head or one a key dim."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _bind, _checks
