@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel import _sharding
+from ejkernel import _mesh, _sharding
 
 
 class PlatformError(ValueError, NotImplementedError):
@@ -39,6 +39,7 @@ class Implementation:
         slower: Says for what a later implementation is faster where that serves the call too, or `None`.
         slowest: Says for what even the one that serves every device is faster, or `None`.
         splits: Whether XLA can split it over devices where shardings are left to it.
+        tracks_axes: Whether its results say over which axes of a mesh they vary.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Implementation:
     slower: Callable[[Any], str | None] = lambda _: None
     slowest: Callable[[Any], str | None] = lambda _: None
     splits: bool = True
+    tracks_axes: bool = True
 
     def refuses(self, call: Any, spread: bool) -> str | None:
         """Why it cannot serve the call, which may be left to XLA to spread over devices; `None` if it can."""
@@ -86,14 +88,24 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    return _run(resolve(implementations, call, *arrays, platform=platform), call, *arrays)
+    mapping = _mesh.mapping(call, arrays)
+    part = call if mapping is None else mapping.call
+    chosen = resolve(implementations, part, *arrays, platform=platform, mapped=mapping is not None)
+    return _run(chosen, call, mapping, *arrays)
 
 
 def resolve(
-    implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None
+    implementations: Sequence[Implementation],
+    call: Any,
+    *arrays: Any,
+    platform: str | None = None,
+    mapped: bool = False,
 ) -> tuple[tuple[str, Implementation], ...]:
-    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for."""
-    spread = _sharding.left_to_xla(*arrays) or _spread_over_arguments()
+    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for.
+
+    `mapped` says that the call is a device's part, and that nothing along `Explicit` axes is left to XLA.
+    """
+    spread = _sharding.left_to_xla(*arrays, mapped=mapped) or (not mapped and _spread_over_arguments())
     chosen = choose(implementations, call, platform, spread)
     if _explaining.get():
         raise _ExplainedError(_explanation(implementations, call, chosen, spread))
@@ -102,18 +114,19 @@ def resolve(
     return tuple(chosen.items())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, mapping: _mesh.Mapping | None, *arrays: Any) -> Any:
     # under jit so that a plain call compiles once too, whatever the arrays' values
-    branches = {device: functools.partial(each.run, call) for device, each in chosen}
 
-    def run(*arrays: Any) -> Any:
+    def run(call: Any, *arrays: Any) -> Any:
+        branches = {device: functools.partial(each.run, call) for device, each in chosen}
         if len(branches) == 1:  # for every device, or the only one that was asked for
             return next(iter(branches.values()))(*arrays)
         return jax.lax.platform_dependent(*arrays, **branches)
 
-    # where shardings are part of types, results follow the query, or a key or value with more heads
-    return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(_sharding.widest(*arrays[:3]))), *arrays)
+    if mapping is None:
+        return run(call, *arrays)
+    return mapping.run(run, *arrays, check_vma=all(each.tracks_axes for _, each in chosen))
 
 
 def _warn_if_slower(

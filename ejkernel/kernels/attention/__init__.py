@@ -9,7 +9,9 @@ from ejkernel.kernels.attention.xla import reference
 
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
-    Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run, splits=False),
+    Implementation(
+        "splash", devices=("tpu",), supports=splash.supports, run=splash.run, splits=False, tracks_axes=False
+    ),
     Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run, slower=cudnn.slower),
     Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run, slowest=triton.slowest),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),

@@ -1,6 +1,6 @@
 """What is fixed when a call of softmax attention is traced."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,6 +71,25 @@ class Call:
         if self.return_weights:
             return output, PartitionSpec(rows, heads, tokens, None)
         return (output, PartitionSpec(rows, tokens, heads)) if self.return_lse else output
+
+    def dims(self) -> dict[str, str]:
+        """The dimensions of the arrays by name, a letter each."""
+        tokens = {"query": "BSHD", "key": "BLHD", "value": "BLHD", "mask": "BHSL", "bias": "BHSL", "sinks": "HZ"}
+        offset = "B" if self.sequences is None else "N"
+        return {**tokens, "dropout_key": "*", "cu_seqlens": "N", "cu_seqlens_kv": "N", "query_offset": offset}
+
+    def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> "Call":
+        """The call that a device has where so many share its rows and heads."""
+        key = shapes["key"]
+        assert key is not None
+        return replace(
+            self,
+            batch=self.batch // rows,
+            heads=self.heads // heads,
+            kv_heads=key[2],
+            mask_shape=shapes["mask"],
+            bias_shape=shapes["bias"],
+        )
 
     @property
     def groups(self) -> int:
