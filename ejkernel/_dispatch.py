@@ -1,6 +1,7 @@
 """Which implementation serves a call on the device it is lowered for, and why the others do not."""
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +25,28 @@ class SlowerImplementationWarning(UserWarning):
 
 # what the lowering finds out by itself where it is not known before
 NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard_map each device runs them on its part"
+
+
+@dataclass(frozen=True)
+class Later:
+    """What a module calls `name`, imported when it is first called or asked for an attribute.
+
+    `import ejkernel` is to import no kernels: most programs run those of one device.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self._load()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._load(), name)
+
+    def _load(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 @dataclass(frozen=True)
