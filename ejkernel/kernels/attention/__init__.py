@@ -11,9 +11,15 @@ _CUDNN, _SPLASH, _TRITON = (f"{__name__}.{module}" for module in ("cudnn", "spla
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
     Implementation("splash", ("tpu",), Later(_SPLASH, "supports"), Later(_SPLASH, "run"), splits=False),
-    Implementation("cudnn", ("cuda",), Later(_CUDNN, "supports"), Later(_CUDNN, "run"), slower=Later(_CUDNN, "slower")),
     Implementation(
-        "triton", ("cuda",), Later(_TRITON, "supports"), Later(_TRITON, "run"), slowest=Later(_TRITON, "slowest")
+        "cudnn", ("cuda",), Later(_CUDNN, "supports"), Later(_CUDNN, "run"), slower_than_next=Later(_CUDNN, "slower")
+    ),
+    Implementation(
+        "triton",
+        ("cuda",),
+        Later(_TRITON, "supports"),
+        Later(_TRITON, "run"),
+        slower_than_fallback=Later(_TRITON, "slowest"),
     ),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),
 )
