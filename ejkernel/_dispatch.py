@@ -1,6 +1,7 @@
 """Which implementation serves a call on the device it is lowered for, and why the others do not."""
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,28 @@ NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard
 
 
 @dataclass(frozen=True)
+class Later:
+    """What a module calls `name`, imported when it is first called or asked for an attribute.
+
+    `import ejkernel` is to import no kernels: most programs run those of one device.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self._load()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._load(), name)
+
+    def _load(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+@dataclass(frozen=True)
 class Implementation:
     """One way to compute an op.
 
@@ -36,8 +59,8 @@ class Implementation:
         supports: Takes the op's `Call`; says why this implementation cannot serve it, or `None` if it can.
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
         phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
-        slower: Says for what a later implementation is faster where that serves the call too, or `None`.
-        slowest: Says for what even the one that serves every device is faster, or `None`.
+        slower_than_next: Says for what a later implementation is faster where that serves the call too, or `None`.
+        slower_than_fallback: Says for what even the one that serves every device is faster, or `None`.
         splits: Whether XLA can split it over devices where shardings are left to it.
         tracks_axes: Whether its results say over which axes of a mesh they vary.
     """
@@ -47,8 +70,8 @@ class Implementation:
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
     phases: Any = None
-    slower: Callable[[Any], str | None] = lambda _: None
-    slowest: Callable[[Any], str | None] = lambda _: None
+    slower_than_next: Callable[[Any], str | None] = lambda _: None
+    slower_than_fallback: Callable[[Any], str | None] = lambda _: None
     splits: bool = True
     tracks_axes: bool = True
 
@@ -62,8 +85,8 @@ def choose(
 ) -> dict[str, Implementation]:
     """Maps each device platform (and `"default"`) to the implementation that will run there.
 
-    `implementations` are ordered fastest first, but for what one says it is slower at. With `platform` given, that one
-    alone is considered. `spread` says whether XLA is to split it over devices.
+    `implementations` are ordered fastest first, unless an entry's `slower_than_next` says otherwise. With `platform`
+    given, that one alone is considered. `spread` says whether XLA is to split it over devices.
     """
     if platform is not None:
         named = [each for each in implementations if each.name == platform]
@@ -79,10 +102,10 @@ def choose(
             continue
         for device in each.devices or ("default",):
             first = chosen.setdefault(device, each)
-            if first.slower(call) and not each.slower(call):
+            if first.slower_than_next(call) and not each.slower_than_next(call):
                 chosen[device] = each
     if "default" in chosen:
-        chosen = {device: each for device, each in chosen.items() if not each.slowest(call)}
+        chosen = {device: each for device, each in chosen.items() if not each.slower_than_fallback(call)}
     return chosen
 
 
@@ -199,7 +222,11 @@ def _explanation(
     return Explanation(
         {device: each.name for device, each in chosen.items()},
         refused,
-        {each.name: what for each in left if (what := each.slower(call) or each.slowest(call)) is not None},
+        {
+            each.name: what
+            for each in left
+            if (what := each.slower_than_next(call) or each.slower_than_fallback(call)) is not None
+        },
     )
 
 
