@@ -786,7 +786,7 @@ def layer_ops() -> dict[str, Op]:
             ({"heads": 0}, ValueError, "heads: got 0; expected an int of at least 1"),
             ({"gate_bias": 1}, TypeError, "gate_bias: got int; expected True or False"),
             ({"rngs": None}, TypeError, "rngs: got NoneType; expected nnx.Rngs"),
-            ({"rngs": jax.random.key(0)}, TypeError, "rngs: got ArrayImpl; expected nnx.Rngs"),
+            ({"rngs": jax.random.key(0)}, TypeError, "rngs: got PRNGKeyArray; expected nnx.Rngs"),
         ],
         ("heads", "head_dim", "gate_bias", "rngs"),
     )
