@@ -25,7 +25,8 @@ def forward(
     row would no longer sum to 1.
 
     With `apart`, packed sequences share no block: then JAX can differentiate it forwards without leaks between them.
-    With `every_block`, besides that, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
+    With `every_block`, keys out of sight are visited too: then loops have a fixed length, and JAX can differentiate it
+    any number of times.
     With `few`, products are those of `few_queries`, and keys are visited all at once.
     """
     p = problem(call, inputs, few, apart=apart or every_block)
