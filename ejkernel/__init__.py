@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ejkernel import xla_utils
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
+from ejkernel._mesh import GatheredWarning
 from ejkernel.attention import attention, flash_attention
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.linear_attention import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GatheredWarning",
     "PlatformError",
     "SlowerImplementationWarning",
     "attention",

@@ -102,24 +102,25 @@ def mapping(call: Call, arrays: tuple[Any, ...]) -> Mapping | None:
     dims = dict(list(call.dims().items())[: len(arrays)])
     shapes = {name: None if x is None else x.shape for name, x in zip(dims, arrays, strict=True)}
     lead = _sharding.widest(*arrays[:3])
-    rows, _, heads, _ = (_sharding.axes_of(part) for part in _sharding.spec_of(lead))
-    rows, heads = _divided(mesh, rows, lead.shape[0]), _divided(mesh, heads, lead.shape[2])
+    letters = next(iter(dims.values()))  # those of the query, and of whatever else has all heads
+    of_letters = dict(zip(letters, map(_sharding.axes_of, _sharding.spec_of(lead)), strict=True))
+    rows, heads = of_letters["B"], of_letters["H"]
     by_heads = _size(mesh, heads)
-    for name, letters in dims.items():
+    for name, each in dims.items():
         shape = shapes[name]
-        if shape is not None and "H" in letters:
-            own = shape[letters.index("H")]
+        if shape is not None and "H" in each:
+            own = shape[each.index("H")]
             if own % by_heads and by_heads % own:
                 _warn(f"{name}: {own} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
                 heads, by_heads = (), 1
     specs, chosen, local = [], [], {}
-    for name, letters, x in zip(dims, dims.values(), arrays, strict=True):
-        spec, which, shape = _array(mesh, name, letters, x, rows, heads)
+    for (name, each), x in zip(dims.items(), arrays, strict=True):
+        spec, which, shape = _array(mesh, name, each, x, rows, heads)
         specs.append(spec)
         chosen.append(which)
         local[name] = shape
     part = call.part(_size(mesh, rows), by_heads, local)
-    results = call.result_specs(PartitionSpec(rows or None, None, heads or None, None))
+    results = call.result_specs(PartitionSpec(*({"B": rows, "H": heads}.get(each) or None for each in letters)))
     return Mapping(mesh, part, heads, tuple(specs), tuple(chosen), results)
 
 
@@ -148,10 +149,6 @@ def _array(
             if dim < len(letters) and letters[dim] not in "BH":
                 _warn(f"{name}: dimension {dim} is sharded over axis {_text(tuple(moved))}")
     return PartitionSpec(*(each or None for each in parts)), chosen, tuple(shape)
-
-
-def _divided(mesh: Any, axes: Axes, size: int) -> Axes:
-    return axes if size % _size(mesh, axes) == 0 else ()
 
 
 def _size(mesh: Any, axes: Axes) -> int:

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -234,13 +235,20 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
     def call(arrays):
         return op(arrays, **over)
 
-    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+    # tokens that are sharded are gathered, which a warning says once a process
+    gathers = kind == EXPLICIT and "T" in letters and not spread
+    ignored = warnings.catch_warnings(action="ignore", category=ejkernel.GatheredWarning)
+    with ignored if gathers else contextlib.nullcontext(), jax.set_mesh(mesh) if entered else contextlib.nullcontext():
         program = jax.jit(with_gradients(call)).lower(*split(placed)).compile()
         results, grads = program(*split(placed))
         plain = call(placed) if eager else ()
     compare((results, grads), op, what)
     if spread and set("BTHG") <= set(letters):
         check_collectives(op, hlo.collectives(program.as_text()), what)
+    if kind == EXPLICIT and not spread and op not in UTILITIES and "T" not in letters:
+        # sums of what devices share, and nothing else
+        moved = {each for each, _ in hlo.collectives(program.as_text())}
+        assert moved <= {"all-reduce"}, f"{op}, {what}: {moved}"
     for x, y in zip(plain, results, strict=eager):
         assert_close(x, y, 1e-5, f"{op}, {what}: not compiled")
     if kind == EXPLICIT and letters:
@@ -319,10 +327,44 @@ def explicit_heads():
         check_on_mesh(op, "BHG", EXPLICIT, entered=i % 3 == 0, spread=False, eager=i % 5 == 0)
 
 
+def explicit_gathers():
+    """What no device has whole is brought together, and a warning says what and why; answers stay right."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(EXPLICIT,))
+    query, key = (np.random.default_rng(3).normal(size=(2, 8, heads, 4)).astype(np.float32) for heads in (12, 6))
+
+    def check(message, query_spec, key_spec):
+        put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))  # noqa: E731
+        sharded = put(query, query_spec), put(key, key_spec)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = jax.jit(lambda q, k: ejkernel.flash_attention(q, k, k, causal=True))(*sharded)
+        said = [str(each.message) for each in caught if each.category is ejkernel.GatheredWarning]
+        assert said, message
+        assert all(message in each and "ejkernel.parallel" in each for each in said), said
+        whole = ejkernel.flash_attention(query, key, key, causal=True)
+        assert_close(output, whole, 1e-6, message)
+
+    check("key: 6 heads, which axis 'x' of 4 devices does not divide", jax.P(None, None, "x"), jax.P())
+    check("dimension 1 is sharded over axis 'x'", jax.P(), jax.P(None, "x"))
+
+
+def explicit_dropout():
+    """Every device draws its own weights."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(EXPLICIT,))
+    x = np.ones((2, 16, 1, 4), np.float32)
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("x")))
+    options = {"dropout_prob": 0.5, "deterministic": False, "dropout_rng": jax.random.key(0)}
+    output = np.asarray(ejkernel.flash_attention(sharded, sharded, sharded, **options))
+    assert not np.array_equal(output[0], output[1])
+
+
 def explicit_utilities():
     """Sums over sharded time, packing of sharded rows, and reordered tokens."""
     for i, op in enumerate(UTILITIES):
         check_on_mesh(op, "BT", EXPLICIT, entered=i % 2 == 0, spread=False, eager=i % 3 == 0)
 
 
-PARTS = {each.__name__: each for each in (own_shard_map, explicit_time, explicit_heads, explicit_utilities)}
+PARTS = {
+    each.__name__: each
+    for each in (own_shard_map, explicit_time, explicit_heads, explicit_gathers, explicit_dropout, explicit_utilities)
+}

@@ -32,6 +32,12 @@ class Call:
     factor: float = 1.0
     refused_by: tuple[str, ...] = ()
 
+    def dims(self):
+        return {"x": "BH"}
+
+    def part(self, rows, heads, shapes):
+        return self
+
     def result_specs(self, query):
         return PartitionSpec(*query)
 

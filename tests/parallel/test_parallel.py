@@ -14,7 +14,7 @@ DEVICES = 8
 PARTS = [
     ("values", "tree", "collectives", "errors", "delta_rule", "family", "twice"),
     ("sharding", "ring_shard_map"),
-    ("own_shard_map", "explicit_heads"),
+    ("own_shard_map", "explicit_heads", "explicit_gathers", "explicit_dropout"),
     ("explicit_time", "explicit_utilities"),
     ("ring_values", "ring_windows", "ring_packed", "ring_collectives", "ring_errors"),
     ("layers", "tpu_kernels"),
