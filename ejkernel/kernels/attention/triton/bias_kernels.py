@@ -12,7 +12,7 @@ from ejkernel.kernels.attention.triton.tiles import (
     ROWS,
     kept,
     load_bias,
-    load_pairs,
+    load_mask,
     load_rows,
     padded,
     pair_rows,
@@ -20,147 +20,82 @@ from ejkernel.kernels.attention.triton.tiles import (
 
 
 @triton.jit
-def sight(p_start, p_stop, i_b, o_i, S, BY_ROW: tl.constexpr):
+def sight(p, i_b, o_i, BY_ROW: tl.constexpr):
     """The keys that these queries see: from where, and up to where, each; both 0 if none."""
     if BY_ROW:
-        o_bound = i_b.to(tl.int64) * S + o_i
+        o_bound = i_b.to(tl.int64) * p.S + o_i
     else:
         o_bound = o_i
-    m_i = o_i < S
-    return tl.load(p_start + o_bound, mask=m_i, other=0), tl.load(p_stop + o_bound, mask=m_i, other=0)
+    m_i = o_i < p.S
+    return tl.load(p.start + o_bound, mask=m_i, other=0), tl.load(p.stop + o_bound, mask=m_i, other=0)
 
 
 @triton.jit
-def span(p_start, p_stop, i_b, i_q, S, L, BM: tl.constexpr, BY_ROW: tl.constexpr):
+def span(p, i_b, i_q, BM: tl.constexpr, BY_ROW: tl.constexpr):
     """From where to where some of a block of queries see keys."""
-    b_start, b_stop = sight(p_start, p_stop, i_b, i_q * BM + tl.arange(0, BM), S, BY_ROW)
-    return tl.min(tl.where(b_start < b_stop, b_start, L), 0), tl.max(b_stop, 0)
+    b_start, b_stop = sight(p, i_b, i_q * BM + tl.arange(0, BM), BY_ROW)
+    return tl.min(tl.where(b_start < b_stop, b_start, p.L), 0), tl.max(b_stop, 0)
 
 
 @triton.jit
-def scores_gradient(
-    p_q,
-    p_k,
-    p_v,
-    p_mask,
-    p_bias,
-    p_words,
-    p_start,
-    p_stop,
-    p_top,
-    p_total,
-    p_mean,
-    p_dout,
-    S,
-    L,
-    i_b,
-    i_h,
-    i_q,
-    i_k,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BOUNDS_BY_ROW: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_HEADS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_HEADS: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    LINEAR: tl.constexpr,
-    FAST: tl.constexpr,
-    LEAST: tl.constexpr,
-    SHARE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def scores_gradient(p, i_b, i_h, i_q, i_k, CALL: tl.constexpr):
     """The gradient of a tile's scores as the softmax leaves it, before the soft cap: what the bias gets."""
+    H: tl.constexpr = CALL.heads
+    HKV: tl.constexpr = CALL.kv_heads
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    BD: tl.constexpr = CALL.key_block
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    BN: tl.constexpr = CALL.columns
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_dv = tl.arange(0, BDV)
     o_i = i_q * BM + o_m
     o_j = i_k * BN + o_n
-    m_i = o_i < S
-    m_j = o_j < L
-    b_start, b_stop = sight(p_start, p_stop, i_b, o_i, S, BOUNDS_BY_ROW)
+    m_i = o_i < p.S
+    m_j = o_j < p.L
+    b_start, b_stop = sight(p, i_b, o_i, CALL.bounds_by_row)
     m_pair = (o_j[None, :] >= b_start[:, None]) & (o_j[None, :] < b_stop[:, None])
-    q_row = i_b.to(tl.int64) * S + i_q * BM
-    k_row = i_b.to(tl.int64) * L + i_k * BN
+    q_row = i_b.to(tl.int64) * p.S + i_q * BM
+    k_row = i_b.to(tl.int64) * p.L + i_k * BN
     i_kv = i_h // (H // HKV)
-    b_q = load_rows(p_q + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
-    b_k = load_rows(p_k + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
-    b_v = load_rows(p_v + i_kv * DV, k_row, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, False)
-    b_do = load_rows(p_dout + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_dp = tl.dot(b_do.to(b_v.dtype), tl.trans(b_v), input_precision=PRECISION)
-    o_row = (i_b * H + i_h).to(tl.int64) * S + o_i
-    b_top, b_total = load_stats(p_top, p_total, o_row, m_i, True)
-    b_mean = tl.load(p_mean + o_row, mask=m_i, other=0.0)
-    if MASK:
-        o_mask = pair_rows(i_b, i_h, o_i, S, L, H, MASK_HEADS, MASK)
-        m_pair &= load_pairs(p_mask, o_mask[:, None], o_j[None, :], L, MASK) != 0
-    if LEAST:
-        m_kept = kept(p_words, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], LEAST)
-        b_dp = tl.where(m_kept, b_dp * SHARE, 0.0)
-    o_bias = pair_rows(i_b, i_h, o_i, S, L, H, BIAS_HEADS, BIAS)
-    b_bias = load_bias(p_bias, o_bias[:, None], o_j[None, :], L, BIAS)
-    b_p, _ = weights(b_s, b_bias, b_top[:, None], b_total[:, None], BIAS, SCALE, CAP, LINEAR, FAST)
+    b_q = load_rows(p.query + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
+    b_k = load_rows(p.key + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
+    b_v = load_rows(p.value + i_kv * DV, k_row, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, False)
+    b_do = load_rows(p.d_output + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
+    b_dp = tl.dot(b_do.to(b_v.dtype), tl.trans(b_v), input_precision=CALL.precision)
+    o_row = (i_b * H + i_h).to(tl.int64) * p.S + o_i
+    b_top, b_total = load_stats(p, o_row, m_i, True)
+    b_mean = tl.load(p.mean + o_row, mask=m_i, other=0.0)
+    if CALL.mask:
+        o_mask = pair_rows(i_b, i_h, o_i, p, CALL.mask_heads, CALL.mask, CALL)
+        m_pair &= load_mask(p, o_mask[:, None], o_j[None, :], CALL)
+    if CALL.least:
+        m_kept = kept(p, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], CALL)
+        b_dp = tl.where(m_kept, b_dp * CALL.share, 0.0)
+    o_bias = pair_rows(i_b, i_h, o_i, p, CALL.bias_heads, CALL.bias, CALL)
+    b_bias = load_bias(p, o_bias[:, None], o_j[None, :], CALL)
+    b_p, _ = weights(b_s, b_bias, b_top[:, None], b_total[:, None], CALL)
     return tl.where(m_pair, b_p * (b_dp - b_mean[:, None]), 0.0)
 
 
 @triton.jit
-def bias_gradient(
-    p_q,
-    p_k,
-    p_v,
-    p_mask,
-    p_bias,
-    p_words,
-    p_start,
-    p_stop,
-    p_top,
-    p_total,
-    p_mean,
-    p_dout,
-    B,
-    S,
-    L,
-    p_dbias,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    PARTS: tl.constexpr,
-    BOUNDS_BY_ROW: tl.constexpr,
-    PACKED: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_HEADS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_HEADS: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    LINEAR: tl.constexpr,
-    FAST: tl.constexpr,
-    LEAST: tl.constexpr,
-    SHARE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One block of the gradient, from one of PARTS parts of the tiles. Query `i` sees keys `start[i] … stop[i]`."""
-    ONE_PLACE: tl.constexpr = (KEYS & BIAS) > 0 and (QUERIES & BIAS) > 0 and not BOUNDS_BY_ROW
-    BOUNDED: tl.constexpr = LEFT or RIGHT or PACKED
-    n_q = tl.cdiv(S, BM)
-    n_k = tl.cdiv(L, BN)
+def bias_gradient(p, CALL: tl.constexpr):
+    """One block of the gradient, from one part of the tiles. Query `i` sees keys `start[i] … stop[i]`."""
+    H: tl.constexpr = CALL.heads
+    BM: tl.constexpr = CALL.rows
+    BN: tl.constexpr = CALL.columns
+    PARTS: tl.constexpr = CALL.parts
+    BIAS: tl.constexpr = CALL.bias
+    BIAS_HEADS: tl.constexpr = CALL.bias_heads
+    BY_ROW: tl.constexpr = CALL.bounds_by_row
+    ONE_PLACE: tl.constexpr = (KEYS & BIAS) > 0 and (QUERIES & BIAS) > 0 and not BY_ROW
+    BOUNDED: tl.constexpr = CALL.left or CALL.right or CALL.packed
+    n_q = tl.cdiv(p.S, BM)
+    n_k = tl.cdiv(p.L, BN)
     i_program = tl.program_id(0)
     i_part = i_program % PARTS
     i_rest = i_program // PARTS
@@ -182,12 +117,12 @@ def bias_gradient(
     if ROWS & BIAS:
         i_b0 = i_rest // BIAS_HEADS
     else:
-        n_tiles = n_tiles * B
+        n_tiles = n_tiles * p.B
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     if ONE_PLACE:
         # what is in sight is known before the walk, which then never stops loading
-        low, high = span(p_start, p_stop, i_program * 0, i_q0, S, L, BM, False)
+        low, high = span(p, i_program * 0, i_q0, BM, False)
         n_tiles = tl.where((low < i_k0 * BN + BN) & (high > i_k0 * BN), n_tiles, 0)
     n_each = tl.cdiv(n_tiles, PARTS)
     b_sum = tl.zeros([BM, BN], tl.float32)
@@ -208,35 +143,30 @@ def bias_gradient(
         i_b = i_b + i_program * 0
         is_seen = True
         if BOUNDED and not ONE_PLACE:
-            low, high = span(p_start, p_stop, i_b, i_q, S, L, BM, BOUNDS_BY_ROW)
+            low, high = span(p, i_b, i_q, BM, BY_ROW)
             is_seen = (low < i_k * BN + BN) & (high > i_k * BN)
         if is_seen:
-            b_sum += scores_gradient(
-                p_q, p_k, p_v, p_mask, p_bias, p_words, p_start, p_stop, p_top, p_total, p_mean, p_dout,
-                S, L, i_b, i_h, i_q, i_k,
-                H, HKV, D, DV, BD, BDV, BM, BN, BOUNDS_BY_ROW, MASK, MASK_HEADS, BIAS, BIAS_HEADS,
-                SCALE, CAP, LINEAR, FAST, LEAST, SHARE, PRECISION,
-            )  # fmt: skip
+            b_sum += scores_gradient(p, i_b, i_h, i_q, i_k, CALL)
     o_i = i_q0 * BM + o_m
     o_j = i_k0 * BN + o_n
-    m_i = o_i < S
-    m_j = o_j < padded(L)
+    m_i = o_i < p.S
+    m_j = o_j < padded(p.L)
     n_rows = i_program * 0 + 1
     if ROWS & BIAS:
-        n_rows = n_rows * B
+        n_rows = n_rows * p.B
     # a part begins where the whole gradient's rows, heads, queries and keys before it end
     o_row = ((i_part * n_rows + i_b0) * BIAS_HEADS + i_h0).to(tl.int64)
     if QUERIES & BIAS:
-        o_row = o_row * S + o_i
+        o_row = o_row * p.S + o_i
     else:
         b_sum = tl.sum(b_sum, 0)[None, :]
         m_i = tl.full([1], True, tl.int1)
     if KEYS & BIAS:
-        o_row = o_row * padded(L)
+        o_row = o_row * padded(p.L)
     else:
         b_sum = tl.sum(b_sum, 1)[:, None]
         o_j = tl.zeros([1], tl.int32)
         m_j = o_j == 0
     o_row += tl.zeros([1], tl.int64)
-    p_tile = p_dbias + o_row[:, None] + o_j[None, :]
-    tl.store(p_tile, b_sum.to(p_dbias.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
+    p_tile = p.d_bias + o_row[:, None] + o_j[None, :]
+    tl.store(p_tile, b_sum.to(p.d_bias.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])

@@ -7,47 +7,35 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
 
 
 @triton.jit
-def store_system(
-    b_inverse,
-    b_score,
-    p_read,
-    p_inverse,
-    p_transposed,
-    i_chunk,
-    o_r,
-    C: tl.constexpr,
-    KEEP: tl.constexpr,
-    INVERT: tl.constexpr,
-    SOLVE: tl.constexpr,
-):
+def store_system(p, b_inverse, b_score, i_chunk, o_r, CALL: tl.constexpr):
     """Stores a chunk's inverse, and what it makes of the scores of queries with keys up to them, decayed.
 
     The inverse, and its transpose, have their columns in the order of operands.
     """
+    C: tl.constexpr = CALL.chunk
+    INVERT: tl.constexpr = CALL.invert
+    SOLVE: tl.constexpr = CALL.solve
     i_pair = i_chunk * (C * C)
     o_pair = o_r[:, None] * C + o_r[None, :]
     b_nearest = nearest(b_inverse, SOLVE)
-    tl.store(p_inverse + i_pair + o_pair, in_order_of_operands(b_nearest, C, C))
-    if KEEP:
-        tl.store(p_transposed + i_pair + o_pair, in_order_of_operands(tl.trans(b_nearest), C, C))
-    # here and not in the walk: what cancels, as it does where keys are alike, does so before anything is rounded
+    tl.store(p.inverse + i_pair + o_pair, in_order_of_operands(b_nearest, C, C))
+    if CALL.keep:
+        tl.store(p.transposed + i_pair + o_pair, in_order_of_operands(tl.trans(b_nearest), C, C))
+    # here and not in the walk: what cancels, as it does where keys coincide, does so before anything is rounded
     b_read = product(b_score, b_inverse, INVERT)
-    tl.store(p_read + i_pair + o_pair, b_read.to(p_read.dtype.element_ty))
+    tl.store(p.reads + i_pair + o_pair, b_read.to(p.reads.dtype.element_ty))
 
 
 @triton.jit
-def solve_heads(
-    p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-    i_first_head, i_row, i_first, n_rows, n_read, CALL: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr,
-    KEEP: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, WHOLE: tl.constexpr, CALL: tl.constexpr):
     """What `solve` gives, of one chunk, which may be known to have all rows."""
+    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -57,31 +45,30 @@ def solve_heads(
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
-    SOLVE: tl.constexpr = CALL.solve
     i_token = token_of(i_first, n_rows, i_row, FLIP)
     o_r = tl.arange(0, C)
     o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
-    for i_each in range(0, EACH):
+    for i_each in range(0, CALL.each):
         i_h = i_first_head + i_each
         i_chunk = i_block.to(tl.int64) * H + i_h
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
+        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
         if DECAY == "head":
-            p_row = p_known + i_chunk * (WEIGHTS * C) + o_r
+            p_row = p.known + i_chunk * (WEIGHTS * C) + o_r
             b_beta = tl.load(p_row)
         else:
-            p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
-            b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+            p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
+            b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
             b_beta = writing(b_beta)
         b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
         if DECAY == "head":
             b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
             b_below = b_below * b_pair
         b_below = b_below * b_beta[:, None]
-        if CALL.alike and DECAY != "head":
-            store_squares(b_below, p_squares, i_chunk, o_r, C)
+        if CALL.keys_may_coincide and DECAY != "head":
+            store_squares(b_below, p.squares, i_chunk, o_r, C)
         b_inverse = inverse(b_below, C, INVERT)
         if DECAY != "head":
             # only now that it has come for sure
@@ -89,54 +76,31 @@ def solve_heads(
         b_score = scores(b_q, b_k, o_r[:, None] >= o_r[None, :], PRECISION)
         if DECAY == "head":
             b_score = b_score * b_pair
-        store_system(b_inverse, b_score, p_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+        store_system(p, b_inverse, b_score, i_chunk, o_r, CALL)
 
 
 @triton.jit
-def solve(
-    p_q,
-    p_k,
-    p_beta,
-    p_known,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_read,
-    p_inverse,
-    p_transposed,
-    p_squares,
-    p_weight,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    EACH: tl.constexpr,
-    KEEP: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def solve(p, CALL: tl.constexpr):
     """Of each chunk: the inverse of its system, `(I + M)⁻¹`, what its queries read, `P (I + M)⁻¹`, and `WEIGHTS`.
 
     With one gate a head weights are known, by `weigh`.
 
     KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
     """
+    EACH: tl.constexpr = CALL.each
+    PACKED: tl.constexpr = CALL.packed
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     i_program = tl.program_id(0)
     i_first_head = i_program % (H // EACH) * EACH
     i_block = i_program // (H // EACH)
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
     is_whole = CALL.whole
     if PACKED:
         # of packed sequences most chunks have all rows; there are fewer than could be
         is_whole = i_row + C <= n_read
     if is_whole:
-        solve_heads(
-            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, True,
-        )  # fmt: skip
+        solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, True, CALL)
     elif not PACKED or i_row < n_rows:
-        solve_heads(
-            p_q, p_k, p_beta, p_known, p_read, p_inverse, p_transposed, p_squares, p_weight, i_block,
-            i_first_head, i_row, i_first, n_rows, n_read, CALL, BK, EACH, KEEP, False,
-        )  # fmt: skip
+        solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, False, CALL)

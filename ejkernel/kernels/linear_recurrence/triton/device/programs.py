@@ -14,11 +14,11 @@ def part_of_walk(NX: tl.constexpr, NZ: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def any_flagged(p_flag, i_chunk, n_chunks, i_h, H: tl.constexpr):
+def any_flagged(p, i_chunk, n_chunks, i_h, H: tl.constexpr):
     """Whether any of a head's `n_chunks` chunks from `i_chunk` on is flagged."""
     o_flag = tl.arange(0, 64)
     b_flag = tl.zeros([64], tl.int32)
     for i_step in range(0, n_chunks, 64):
-        p_flags = p_flag + (i_chunk + i_step + o_flag) * H + i_h
+        p_flags = p.flag + (i_chunk + i_step + o_flag) * H + i_h
         b_flag = b_flag | tl.load(p_flags, mask=i_step + o_flag < n_chunks, other=0)
     return tl.max(b_flag, 0) != 0
