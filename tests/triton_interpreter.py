@@ -257,18 +257,18 @@ class Pointer:
 
 def launch(kernel, inputs, outputs, *, constants, programs, tile, in_place=None):
     """What `_launch.launch` does, with NaN in every output before the kernel runs."""
-    sizes = {name: each for name, each in inputs.items() if isinstance(each, int)}
-    given = {name: each for name, each in inputs.items() if each is not None and name not in sizes}
-    made = {name: each for name, each in outputs.items() if each is not None}
-    arrays = (*given.values(), *(in_place or {}).values())
+    given, made, before = _launch.operands(inputs, outputs, in_place)
+    sizes = {name: each for name, each in given.items() if isinstance(each, int)}
+    names = tuple(name for name in given if name not in sizes)
+    arrays = tuple(given[name] for name in names)
     results = _interpret.bind(
         *arrays,
         kernel=kernel,
         fields=(*inputs, *outputs),
-        names=tuple(given),
+        names=names,
         sizes=tuple(sizes.items()),
         outputs=tuple((name, each.shape, np.dtype(each.dtype)) for name, each in made.items()),
-        in_place=tuple(in_place or {}),
+        in_place=tuple(before.items()),
         programs=programs,
         constants=constants,
     )
@@ -300,15 +300,14 @@ mlir.register_lowering(_interpret, mlir.lower_fun(_callback, multiple_results=Tr
 
 
 def _run_numpy(*arrays, kernel, fields, names, sizes, outputs, in_place, programs, constants):
-    values = [np.array(each, order="C") for each in arrays]
-    given = dict(zip(names, values[: len(names)], strict=True))
-    before = dict(zip(in_place, values[len(names) :], strict=True))
-    results = {}
+    given = {name: np.array(each, order="C") for name, each in zip(names, arrays, strict=True)}
+    before, results = dict(in_place), {}
     for name, shape, dtype in outputs:
         results[name] = np.empty(shape, dtype)
         results[name].view(np.uint8)[...] = 0xFF  # NaN in every floating-point dtype, -1 in int32
         if name in before:
-            results[name][...] = before[name]
+            results[name][...] = given[before[name]]
+            given[before[name]] = results[name]
     pointers = {name: Pointer(each) for name, each in {**given, **results}.items()}
     _execute(kernel, _launch.named(fields, {**pointers, **dict(sizes)}), programs, constants)
     return list(results.values())

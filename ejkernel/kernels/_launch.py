@@ -88,12 +88,9 @@ def launch(
     """
     if isinstance(module := _jax_triton(), str):
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
-    before = in_place or {}
-    given = {name: each for name, each in inputs.items() if each is not None}
-    given |= {f"{name}_before": each for name, each in before.items()}
-    made = {name: each for name, each in outputs.items() if each is not None}
+    given, made, before = operands(inputs, outputs, in_place)
     parameters = list(given)
-    aliases = {parameters.index(f"{name}_before"): i for i, name in enumerate(made) if name in before}
+    aliases = {parameters.index(source): list(made).index(name) for name, source in before.items()}
     call = functools.partial(
         module.triton_call,
         kernel=flat(kernel, (*inputs, *outputs), (*given, *made)),
@@ -111,6 +108,23 @@ def launch(
     arrays = [each for each in arguments if isinstance(each, jax.Array)]
     results = _varying.align((*arrays, *results))[len(arrays) :]
     return named(outputs, dict(zip(made, results, strict=True)))
+
+
+def operands(
+    inputs: Mapping[str, Any], outputs: Mapping[str, Any], in_place: Mapping[str, jax.Array] | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The arguments of a launch by name, its outputs, and of those that are in place the name of their argument.
+
+    That is the input which is the same array, if one is: as another argument it would be copied.
+    """
+    sizes = {name: each for name, each in inputs.items() if isinstance(each, int)}
+    arrays = {name: each for name, each in inputs.items() if each is not None and name not in sizes}
+    before = {}
+    for name, each in (in_place or {}).items():
+        before[name] = next((known for known, array in arrays.items() if array is each), f"{name}_before")
+        arrays[before[name]] = each
+    # sizes come last: aliases count arrays alone
+    return arrays | sizes, {name: each for name, each in outputs.items() if each is not None}, before
 
 
 def named(names: Mapping[str, Any] | Sequence[str], values: Mapping[str, Any]) -> Any:

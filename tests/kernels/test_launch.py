@@ -1,7 +1,9 @@
 """Launching Triton kernels without a GPU: what jax-triton is asked for, and what is said where it is missing."""
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -23,7 +25,7 @@ from ejkernel.kernels.delta_rule.triton import launcher as delta_rule
 from ejkernel.kernels.linear_recurrence.call import Call as linear_recurrence_call
 from ejkernel.kernels.linear_recurrence.triton import launcher as linear_recurrence
 
-X = jnp.ones((2, 3))
+X, Y = jnp.ones((2, 3)), jnp.zeros((2, 3))
 OUTPUTS = {"first": jax.ShapeDtypeStruct((4,), jnp.float32), "second": jax.ShapeDtypeStruct((), jnp.int32)}
 
 
@@ -76,10 +78,12 @@ def newer(asked):
     "version, in_place, parameters, aliases, named",
     [
         (older, None, (), {}, {}),
-        (older, {"second": X}, ("second_before",), {2: 1}, {}),
+        (older, {"second": Y}, ("second_before",), {1: 1}, {}),
+        # an input that is updated in place is one argument
+        (older, {"second": X}, (), {0: 1}, {}),
         (newer, None, (), {}, {}),
         # an aliased output has no parameter of its own there: ours is one more operand, aliased in its place
-        (newer, {"second": X}, ("second_before",), {3: 1}, {"given_second": X}),
+        (newer, {"second": Y}, ("second_before",), {3: 1}, {"given_second": Y}),
     ],
 )
 def test_launch_asks_either_version_of_jax_triton(
@@ -101,8 +105,9 @@ def test_launch_asks_either_version_of_jax_triton(
     assert results.third is None
     fields = ("x", "gate", "n", "first", "second", "third")
     assert asked == named | {
-        "arguments": (X, 7, *(in_place or {}).values()),
-        "kernel": ("kernel", fields, ("x", "n", *parameters, "first", "second")),
+        # jax-triton's aliases count arrays alone, so no size may come before one
+        "arguments": (X, *([Y] if parameters else []), 7),
+        "kernel": ("kernel", fields, ("x", *parameters, "n", "first", "second")),
         "outputs": tuple(OUTPUTS.values()),
         "grid": (5,),
         "num_warps": 8,
@@ -136,6 +141,21 @@ def test_parameters_instead_of_a_tuple():
         "loads": 1,
         "stored by": 3,
     }
+
+
+def test_what_jax_triton_makes_of_a_launch():
+    """It takes the kernel, and the state is updated in place."""
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax-triton is not installed (the extra cuda)")
+    script = Path(__file__).parents[1] / "triton_lowered.py"
+    env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    (call,) = [line for line in run.stdout.splitlines() if "@triton_kernel_call" in line]
+    operands = re.search(r"@triton_kernel_call\((.*?)\)", call)[1].split(", ")
+    # query, key, value, and the state that it starts from, once
+    assert len(operands) == 4
+    assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 3,", call), call
 
 
 def linear_recurrence_launcher():
