@@ -50,7 +50,7 @@ class Config:
 
 
 # fmt: off
-_HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
+_HALF = {  # bfloat16, by the padded dim of the state's columns
     LARGE: {
         64: Config(chunk=64, group=4, output=Tile(128, stages=3), gradient=Tile(128, stages=3), fill=132,
             head_gate_gradient=Tile(64, stages=3)),
@@ -75,7 +75,7 @@ _HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
         256: Config(chunk=32, group=8, output=Tile(32), gradient=Tile(32), fill=256),
     },
 }
-_FULL = {  # float32, and float16 with key gates, which is carried as float32 for its range
+_FULL = {  # float32, and float16, which is carried as float32 for its range
     LARGE: {
         128: Config(chunk=32, group=8, limit=40.0, precision="tf32x3", output=Tile(32, stages=2),
             gradient=Tile(32, stages=2), fill=264),

@@ -52,8 +52,8 @@ class Plan:
 
     @staticmethod
     def carried(call: Call) -> bool:
-        """Whether the call's operands are carried as float32: float16 has too small a range for folded gates."""
-        return call.dtype == jnp.float16 and call.decay == "key"
+        """Whether the call's operands are carried as float32: float16 has too small a range for states and gates."""
+        return call.dtype == jnp.float16
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens

@@ -4,7 +4,8 @@
 
 Most of what such tokens add to a state cancels, and with it what bfloat16 has digits for. So operands that were
 computed go into products a second time, with what rounding has taken off them. Other chunks need none of it, so this
-is done by kernels of its own, which most often find nothing to do.
+is done by launches of its own, which most often find nothing to do. Kept by the contract: gradients are exact, also
+where every token writes to the same place.
 """
 
 import triton

@@ -18,8 +18,7 @@ from ejkernel.kernels.chunks.triton.places import (
     token_offsets,
 )
 from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights
-from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
+from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, load_weights, part_of_walk
 
 
 @triton.jit
@@ -47,8 +46,7 @@ def walk(p, CALL: tl.constexpr):
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case. The second one
     adds to the first one's results, in place.
-    float16 operands have the digits but not the range: rows of the state and of z, and columns of the scores, are
-    rounded after a power of two has brought them in range.
+    float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
     """
     PACKED: tl.constexpr = CALL.packed
     H: tl.constexpr = CALL.heads
@@ -89,9 +87,6 @@ def walk(p, CALL: tl.constexpr):
     BOTH: tl.constexpr = CALL.walk.both
     KEY_ROWS: tl.constexpr = KEYED and BY_KEY
     KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
-    RANGED: tl.constexpr = (p.y.dtype.element_ty == tl.float16) and (not WIDE)
-    # weighed in full, scores fit in float16, and are rounded alike in the two walks whose row dots are subtracted
-    WEIGHED: tl.constexpr = ROW_DOTS or RANGED
     NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = NX * BX != DX
@@ -149,7 +144,7 @@ def walk(p, CALL: tl.constexpr):
             * START_SCALE
         )
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
-    b_due = tl.full([BZ], 1.0, tl.float32) if RANGED else 1.0
+    b_due = 1.0
     if not OUTPUT:
         if BOTH:
             b_whole_row = tl.full([BZ], 1.0, tl.float32)
@@ -185,11 +180,10 @@ def walk(p, CALL: tl.constexpr):
         b_z = tl.trans(load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
         if OUTPUT:
             b_x = tl.trans(load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
-        if KEYED:
-            b_y = nearest(b_y, PRECISION)
-            b_z = nearest(b_z, PRECISION)
-            if OUTPUT:
-                b_x = nearest(b_x, PRECISION)
+        b_y = nearest(b_y, PRECISION)
+        b_z = nearest(b_z, PRECISION)
+        if OUTPUT:
+            b_x = nearest(b_x, PRECISION)
 
         # what is added to the state, the state as the rows of x see it, and the state that is added to
         b_added = b_z
@@ -218,24 +212,14 @@ def walk(p, CALL: tl.constexpr):
         if DECAY == "constant":
             b_added = b_z * b_write[None, :]
         if (DECAY == "head") or (DECAY == "constant"):
-            if RANGED:
-                b_down, b_up = in_range(b_added, 1, 2.0**-50)
-                b_added = b_added * b_down[:, None]
-            b_added = b_added.to(b_z.dtype)
-        b_lag = b_due
+            b_added = nearest(b_added.to(b_z.dtype), PRECISION)
         if DECAY == "head":
-            if RANGED:
-                b_state = b_state * (b_due * b_before * b_down)[:, None]
-                b_due = b_after * b_up
-            else:
-                b_state = b_state * (b_due * b_before)
-                b_due = b_after
+            b_state = b_state * (b_due * b_before)
+            b_due = b_after
             if STRONG:
                 b_state = faded(b_state, b_all)
             else:
                 b_seen = b_state
-                if RANGED:
-                    b_lag = b_up
         if KEYED:
             DK: tl.constexpr = DX if KEY_COLUMNS else DZ
             o_k = o_x if KEY_COLUMNS else o_z
@@ -272,18 +256,13 @@ def walk(p, CALL: tl.constexpr):
                     tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
-            if RANGED:
-                b_down_seen, b_up_seen = in_range(b_seen, 1, 2.0**-126)
-                b_seen = b_seen * b_down_seen[:, None]
             if DECAY != "none":
                 b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
             b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
             if DECAY == "none":
                 # not before, so that this dot need not wait for the last chunk's
-                b_seen = b_seen.to(b_y.dtype)
+                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
             b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
-            if RANGED:
-                b_out = b_out * (b_lag * b_up_seen)[:, None]
             if DECAY == "constant":
                 b_out = b_out * b_near[None, :]
                 # a later token's score may be infinite, and is to become 0; a choice would take more registers
@@ -297,7 +276,8 @@ def walk(p, CALL: tl.constexpr):
                     b_out = faded(b_out, b_near[None, :])
                 else:
                     b_score = b_score * b_far[:, None]
-                    if WEIGHED:
+                    if ROW_DOTS:
+                        # weighed in full, and so rounded alike in the two walks whose row dots are subtracted
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
             if KEYED and not BOTH:
@@ -312,18 +292,12 @@ def walk(p, CALL: tl.constexpr):
                         b_score = tl.zeros([C, C], tl.float32)
             if DECAY != "constant":
                 b_score = tl.where(o_gap >= 0, b_score, 0.0)
-            if RANGED:
-                b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
-                b_score = b_score * b_down_score[None, :]
-                b_out = b_out * b_down_score[None, :]
             b_score = nearest(b_score.to(b_z.dtype), PRECISION)
             b_out = tl.dot(b_z, b_score, acc=b_out, input_precision=PRECISION)
             if DECAY == "none":
                 b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            if (DECAY == "head") and (not STRONG) and (not WEIGHED):
+            if (DECAY == "head") and (not STRONG) and (not ROW_DOTS):
                 b_out = b_out * (b_near * SCALE)[None, :]
-            elif RANGED:
-                b_out = b_out * (b_up_score * SCALE)[None, :]
             else:
                 b_out = b_out * SCALE
             m_write = i_row + o_r < n_rows
@@ -348,11 +322,7 @@ def walk(p, CALL: tl.constexpr):
 
         if (DECAY != "none") or (not OUTPUT):
             if DECAY == "constant":
-                if RANGED:
-                    b_state = b_state * (b_due * b_through * b_down)[:, None]
-                    b_due = b_up
-                else:
-                    b_state = b_state * b_through
+                b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
             if KEYED:
                 b_state = b_state * b_after
@@ -373,8 +343,7 @@ def walk(p, CALL: tl.constexpr):
             # about to enter the group before
             if (i_c % G == 0) & (i_step + 1 < n_steps):
                 p_here = p.border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
-                b_true = b_state * (b_due[:, None] if RANGED else b_due)
-                tl.store(p_here, b_true.to(p.border.dtype.element_ty), mask=m_state)
+                tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
         if BORDER == "met":
             if (i_c % G == G - 1) | (i_step + 1 == n_steps):
                 i_border = (i_group0 + i_c // G) * H + i_h
@@ -383,14 +352,14 @@ def walk(p, CALL: tl.constexpr):
                     # the dims of x decay on their way there as well
                     p_reach = (p.factors if KEY_COLUMNS else p.other) + i_chunk * (4 * DX) + 2 * DX + o_x
                     b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
-                b_met = b_met * (b_state * (b_due[:, None] if RANGED else b_due))
+                b_met = b_met * (b_state * b_due)
                 if KEYED:
                     tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
                 else:
                     b_met = tl.sum(b_met) if FLAT else tl.sum(tl.sum(b_met, 1), 0)
                     tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)
     if (DECAY == "head") or (DECAY == "constant"):
-        b_state = b_state * (b_due[:, None] if RANGED else b_due)
+        b_state = b_state * b_due
 
     if OUTPUT:
         if LAST:
