@@ -13,7 +13,7 @@ from ejkernel.kernels.attention.triton.plan import FILL, ROWS, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
 
-_TERMS = 16  # as in `backward_kernels`
+_TERMS = 16  # as in `device.backward`
 
 
 class Gradients(NamedTuple):

@@ -22,18 +22,14 @@ from ejkernel.xla_utils.utils import cdiv
 
 LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
-# as in `tiles`
+# as in `device.tiles`
 _WAYS = 64
 _ALIGNED = 16
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-DEVICE = {
-    "forward": "ejkernel.kernels.attention.triton.forward_kernels",
-    "backward": "ejkernel.kernels.attention.triton.backward_kernels",
-    "bias": "ejkernel.kernels.attention.triton.bias_kernels",
-    "decoding": "ejkernel.kernels.attention.triton.decoding_kernels",
-}
+_NAMES = ("forward", "backward", "bias", "decoding")
+DEVICE = {name: f"ejkernel.kernels.attention.triton.device.{name}" for name in _NAMES}
 
 
 def device(name: str) -> Any:
@@ -78,7 +74,7 @@ class Constants:
     offsets: int  # none, one for all rows, or one each
     left: bool  # whether keys are bounded on that side
     right: bool
-    mask: int  # its layout, as in `tiles`
+    mask: int  # its layout, as in `device.tiles`
     mask_heads: int
     bias: int
     bias_heads: int

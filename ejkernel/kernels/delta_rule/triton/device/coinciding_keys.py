@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for chunks whose keys coincide: what rounding takes off what is multiplied there.
 
 Most of what such tokens add to a state cancels, and with it what bfloat16 has digits for. So operands that were
@@ -11,8 +9,8 @@ where every token writes to the same place.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import load_rows, token_of, token_offsets
-from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.places import load_rows, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
 
@@ -50,7 +48,6 @@ def any_weak(p, i_chunk, n_chunks, H: tl.constexpr):
 @triton.jit
 def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
     """Whether keys coincide in any of so many chunks of a head."""
-    H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     o_r = tl.arange(0, C)
     b_coincide = tl.zeros([16], tl.int32)
@@ -58,8 +55,8 @@ def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
         o_chunk = i + tl.arange(0, 16)
         m_chunk = o_chunk < n_chunks
         if CALL.decay == "head":
-            m_chunk = load_weak(p, i_chunk, o_chunk, n_chunks, H) != 0
-        p_tile = p.squares + (i_chunk + o_chunk * H)[:, None] * C + o_r[None, :]
+            m_chunk = load_weak(p, i_chunk, o_chunk, n_chunks, CALL.heads) != 0
+        p_tile = p.squares + (i_chunk + o_chunk * CALL.heads)[:, None] * C + o_r[None, :]
         b_coincide += coincide(tl.load(p_tile, mask=m_chunk[:, None], other=0.0), C).to(tl.int32)
     return tl.sum(b_coincide, 0) > 0
 
@@ -67,11 +64,10 @@ def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
 @triton.jit
 def heads_that_coincide(p, i_block, o_h, n_rows, CALL: tl.constexpr):
     """In which heads of a chunk of so many rows keys coincide."""
-    H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     o_r = tl.arange(0, C)
-    i_chunk = i_block.to(tl.int64) * H
-    m_head = o_h < H
+    i_chunk = i_block.to(tl.int64) * CALL.heads
+    m_head = o_h < CALL.heads
     if CALL.decay == "head":
         m_head = tl.load(p.weak + i_chunk + o_h, mask=m_head, other=0) != 0
     m_square = m_head[:, None] & (o_r < n_rows)[None, :]
@@ -108,10 +104,9 @@ def measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_weak = tl.arange(0, 64)
     b_weak = tl.zeros([64], tl.int32)
     for i_step in range(0, n_steps):
@@ -122,7 +117,7 @@ def measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl
             b_weak = load_weak(p, i_chunk, o_weak, n_steps - i_step, H)
         if tl.sum(tl.where(o_weak == i_step % 64, b_weak, 0), 0) > 0:
             p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             m_read = i_c * C + o_r < n_read
             b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
             b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION) * tl.load(p_row)[:, None]

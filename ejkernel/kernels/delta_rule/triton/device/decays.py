@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: what one gate a head and token makes of a chunk's rows."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.gates import MOST, in_bits
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, locate, token_of, token_offsets
 
 # no state that a token could be short of is so large that this part of it is not lost in rounding
 LEAST_BETA = tl.constexpr(2.0**-60)
@@ -43,15 +41,14 @@ def weigh(p, CALL: tl.constexpr):
     BH: tl.constexpr = CALL.head_block
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     i_program = tl.program_id(0)
     NH: tl.constexpr = (H + BH - 1) // BH
     i_block = i_program // NH
     _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_read = (o_h[:, None] < H) & (i_row + o_r < n_read)[None, :]
     p_tile = (i_token + o_t)[None, :] * H + o_h[:, None]

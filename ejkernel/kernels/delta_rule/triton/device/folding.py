@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one gate a key dim, none too strong: gates folded into queries and keys, and systems of the result.
 
 A chunk's gates are folded against one reference in its middle: queries and keys are decayed from there to their tokens,
@@ -10,8 +8,8 @@ takes a small part of the instructions of sums by products of tiles.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of, token_offsets
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, scores
@@ -75,11 +73,9 @@ def store_half(
     ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
     """Folds what `load_half` gave; returns the sum of gates so far, and the largest on the way."""
-    H: tl.constexpr = CALL.heads
-    K: tl.constexpr = CALL.key_dim
-    STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * H * K
+    STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * CALL.heads * CALL.key_dim
     gates, queries, keys = loaded
-    o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * H + i_h) * K + o_k
+    o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * CALL.heads + i_h) * CALL.key_dim + o_k
     for i in tl.static_range(ROWS):
         # before the middle, a row's own gate does not lie between
         b_gate = gates[i] * LOG2E
@@ -147,7 +143,6 @@ def solve_folded(p, CALL: tl.constexpr):
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     WHOLE: tl.constexpr = CALL.whole
     INVERT: tl.constexpr = CALL.invert
@@ -156,9 +151,9 @@ def solve_folded(p, CALL: tl.constexpr):
     i_chunk = i_program.to(tl.int64)
     _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)

@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: every gradient of a chunk, from the states and cotangents at its ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, locate_chunk
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, locate_chunk
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 
@@ -23,8 +21,6 @@ def of_values(p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, STORE: tl.constex
     H: tl.constexpr = CALL.heads
     V: tl.constexpr = CALL.value_dim
     NV: tl.constexpr = (V + BV - 1) // BV
-    SCALE: tl.constexpr = CALL.scale
-    PRECISION: tl.constexpr = CALL.precision
     o_v = i_v * BV + tl.arange(0, BV)
     b_do = load_rows(p.d_output, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
     b_u = load_rows(p.added, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
@@ -49,9 +45,9 @@ def of_values(p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, STORE: tl.constex
             b_added += b_u_rest.to(tl.float32)
         b_dbeta = tl.sum(b_dr.to(tl.float32) * b_added, 1) / b_beta
         tl.store(p.d_beta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
-    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-    b_dscore = add_rest(b_dscore, b_do, tl.trans(b_u_rest), COINCIDE) * SCALE
-    b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=PRECISION)
+    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=CALL.precision)
+    b_dscore = add_rest(b_dscore, b_do, tl.trans(b_u_rest), COINCIDE) * CALL.scale
+    b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=CALL.precision)
     b_dbelow = add_rest(b_dbelow, b_dr, tl.trans(b_u_rest), COINCIDE) * -b_beta[:, None]
     b_dscore = tl.where(o_r[:, None] >= o_r[None, :], b_dscore, 0.0)
     b_dbelow = tl.where(o_r[:, None] > o_r[None, :], b_dbelow, 0.0)
@@ -71,7 +67,6 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
-    SCALE: tl.constexpr = CALL.scale
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -87,7 +82,7 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
         p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, True, CALL
     )
-    b_queries = tl.full([C], SCALE, tl.float32)
+    b_queries = tl.full([C], CALL.scale, tl.float32)
     b_starts = -b_beta
     if DECAY == "head":
         m_gate = m_read & (i_row + o_r > 0)
@@ -169,9 +164,8 @@ def gradients(p, CALL: tl.constexpr):
     A second launch does so with more digits where keys coincide, in the memory of the first one's results. Most often
     there is nothing to do, so a program looks after a chunk's heads at once, at most `CALL.look`.
     """
-    BV: tl.constexpr = CALL.value_block
     H: tl.constexpr = CALL.heads
-    NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
+    NV: tl.constexpr = (CALL.value_dim + CALL.value_block - 1) // CALL.value_block
     i_program = tl.program_id(0)
     i_v = i_program % NV
     if CALL.keys_coincide:

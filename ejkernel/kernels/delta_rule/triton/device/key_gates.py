@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one gate a key dim: what a chunk's gates make of its queries and keys.
 
 Sums of gates are only ever added up, over runs of tokens, by products with matrices of zeros and ones: no strong gate
@@ -10,10 +8,10 @@ in the middle; a chunk with gates too strong for it is split dyadically, where n
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
-from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
+from ejkernel.kernels.chunks.triton.device.gates import LARGEST, MOST, in_bits, largest, scaled
+from ejkernel.kernels.chunks.triton.device.places import load_rows, locate_chunk
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, writing
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, inverse
@@ -53,14 +51,12 @@ def folded(b, b_factor, SOLVE: tl.constexpr):
 def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
     """What `solve_keyed` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
-    LEVELS: tl.constexpr = CALL.levels
     FINE: tl.constexpr = CALL.fine
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
     i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
@@ -78,7 +74,7 @@ def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
         b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
         b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
         b_gate = load_rows(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
-        b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
+        b_bits = bits_from_middle(b_gate, o_r, CALL.levels, FINE)
         if largest(tl.abs(b_bits), CALL.flat) <= CALL.limit:
             b_late = tl.exp2(b_bits)
             b_early = tl.exp2(-b_bits)
@@ -92,9 +88,9 @@ def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
             b_until = tl.minimum(b_early * tl.exp2(b_last)[None, :], LARGEST)
             b_total = b_first + b_last
         else:
-            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
-            for i_level in range(0, LEVELS):
+            for i_level in range(0, CALL.levels):
                 b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE), MOST))
                 b_key = folded(b_k, b_fade, SOLVE)
                 m_meet = corner(o_r, i_level)
@@ -133,10 +129,9 @@ def solve_keyed(p, CALL: tl.constexpr):
     A second launch does so where `p.strong` says, in the memory of what others have found. Most often there is nothing
     to do, so a program looks after a chunk's heads at once, at most `CALL.look`.
     """
-    STRONG: tl.constexpr = CALL.strong
     H: tl.constexpr = CALL.heads
     i_program = tl.program_id(0)
-    if STRONG:
+    if CALL.strong:
         o_flag = tl.arange(0, CALL.look)
         b_flag = tl.load(p.strong + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
         if tl.sum(b_flag, 0) > 0:

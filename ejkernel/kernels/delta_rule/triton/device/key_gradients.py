@@ -1,13 +1,11 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: every gradient of a chunk with one gate a key dim, from the states and cotangents at its ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, locate_chunk
-from ejkernel.kernels.chunks.triton.strong_gates import split_gate
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_columns, locate, locate_chunk
+from ejkernel.kernels.chunks.triton.device.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
@@ -66,7 +64,6 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     """What `gradients_keyed` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    LEVELS: tl.constexpr = CALL.levels
     FINE: tl.constexpr = CALL.fine
     STRONG: tl.constexpr = CALL.strong
     COINCIDE: tl.constexpr = CALL.keys_coincide
@@ -76,7 +73,6 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
-    SCALE: tl.constexpr = CALL.scale
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -93,7 +89,7 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     if STRONG:
         b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 0)[None, :]
     # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
-    b_do = tl.trans((b_do.to(tl.float32) * SCALE).to(b_u.dtype))
+    b_do = tl.trans((b_do.to(tl.float32) * CALL.scale).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
     b_ut = tl.trans(b_u)
     b_dscore_rest = rest_of(b_dscore)
@@ -108,7 +104,7 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
             is_here = tl.load(p.strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
         else:
             b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
-            b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1, 0), FINE)
+            b_whole, b_rest = add_up(b_gate, between_border(o_r, CALL.levels - 1, 0), FINE)
             b_bits = b_whole + b_rest
             if MIDDLE and COINCIDE and CALL.flat:
                 # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
@@ -147,7 +143,7 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
                 b_left = b_left * b_k.to(tl.float32)
                 b_leaving += tl.sum(b_left, 1)
                 b_flow -= b_left
-                for i_level in range(0, LEVELS):
+                for i_level in range(0, CALL.levels):
                     b_whole, b_rest = add_up(b_gate, between_border(o_r, i_level, 0), FINE)
                     b_fade = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
                     m_meet = corner(o_r, i_level)
@@ -212,11 +208,9 @@ def gradients_keyed(p, CALL: tl.constexpr):
     A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
     leaves the chunk.
     """
-    BK: tl.constexpr = CALL.key_block
-    BV: tl.constexpr = CALL.value_block
     H: tl.constexpr = CALL.heads
-    NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
-    FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + BK - 1) // BK)
+    NV: tl.constexpr = (CALL.value_dim + CALL.value_block - 1) // CALL.value_block
+    FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + CALL.key_block - 1) // CALL.key_block)
     i_program = tl.program_id(0)
     i_v = i_program % NV
     if CALL.strong or CALL.keys_coincide:

@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the states at the starts of time segments, or their cotangents at the ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import SEGMENTS, blocks_before
+from ejkernel.kernels.chunks.triton.device.places import SEGMENTS, blocks_before
 
 
 @triton.jit
@@ -15,14 +13,12 @@ def scan_segments(p, CALL: tl.constexpr):
     States are [value dims, key dims]; a transition has the key dims it comes from as rows. The first effect has what
     the sequence is entered with in it. BACK goes from the last segment to the first, with transposed transitions.
     """
-    BK: tl.constexpr = CALL.key_block
     BC: tl.constexpr = CALL.part_block
+    BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    BACK: tl.constexpr = CALL.back
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
-    PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
@@ -34,7 +30,7 @@ def scan_segments(p, CALL: tl.constexpr):
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
     i_step = 1
-    if BACK:
+    if CALL.back:
         i_first = i_first + n_segments - 1
         i_step = -1
     b_state = tl.zeros([BV, BK], tl.float32)
@@ -54,10 +50,10 @@ def scan_segments(p, CALL: tl.constexpr):
                 p_from = p.found + i_here * (K * V) + (o_v[:, None] * K + o_from[None, :])
                 b_from = tl.load(p_from, mask=(o_v[:, None] < V) & (o_from[None, :] < K), other=0.0)
                 o_pair = o_from[:, None] * K + o_k[None, :]
-                if BACK:
+                if CALL.back:
                     o_pair = o_from[:, None] + o_k[None, :] * K
                 m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
                 b_transition = tl.load(p.transitions + i_here * (K * K) + o_pair, mask=m_pair, other=0.0)
-                b_state = tl.dot(b_from, b_transition, acc=b_state, input_precision=PRECISION)
+                b_state = tl.dot(b_from, b_transition, acc=b_state, input_precision=CALL.precision)
         i_next = i_here + i_step * H
         tl.store(p.found + i_next * (K * V) + o_state, b_state, mask=m_state)

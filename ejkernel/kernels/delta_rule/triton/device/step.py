@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: calls of a few tokens, one token at a time."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import token_of
-from ejkernel.kernels.chunks.triton.tokens import fade_state, load_token, locate_sequence
+from ejkernel.kernels.chunks.triton.device.places import token_of
+from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_token, locate_sequence
 
 
 @triton.jit
@@ -17,8 +15,6 @@ def step(p, CALL: tl.constexpr):
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
-    SCALE: tl.constexpr = CALL.scale
-    FLIP: tl.constexpr = CALL.flip
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
@@ -34,7 +30,7 @@ def step(p, CALL: tl.constexpr):
     if CALL.start:
         b_state = tl.load(p.start + o_state, mask=m_state, other=0.0).to(tl.float32)
     for i_row in range(0, n_rows):
-        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_here = i_token * H + i_h
         b_q = load_token(p.query, i_token, i_h, o_k, m_k, H, CALL.query_heads, K)
         b_k = load_token(p.key, i_token, i_h, o_k, m_k, H, CALL.key_heads, K)
@@ -43,6 +39,6 @@ def step(p, CALL: tl.constexpr):
         b_state = fade_state(b_state, p, i_here, o_k, m_k, is_real, CALL)
         b_new = b_beta * (b_v - tl.sum(b_k[:, None] * b_state, 0))
         b_state = b_state + b_k[:, None] * b_new[None, :]
-        b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
+        b_out = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
         tl.store(p.output + i_here * V + o_v, b_out.to(p.output.dtype.element_ty), mask=o_v < V)
     tl.store(p.final + o_state, b_state, mask=m_state)

@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the triangular system of every chunk, solved for whatever state the chunk begins with."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
-from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, pair_decays, writing
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
@@ -42,12 +40,11 @@ def solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, WHOLE:
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
     for i_each in range(0, CALL.each):
@@ -88,19 +85,17 @@ def solve(p, CALL: tl.constexpr):
     KEEP stores the inverse transposed too. A program takes EACH heads, the next one's rows fetched meanwhile.
     """
     EACH: tl.constexpr = CALL.each
-    PACKED: tl.constexpr = CALL.packed
-    H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     i_program = tl.program_id(0)
-    i_first_head = i_program % (H // EACH) * EACH
-    i_block = i_program // (H // EACH)
+    i_first_head = i_program % (CALL.heads // EACH) * EACH
+    i_block = i_program // (CALL.heads // EACH)
     _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
     is_whole = CALL.whole
-    if PACKED:
+    if CALL.packed:
         # of packed sequences most chunks have all rows; there are fewer than could be
         is_whole = i_row + C <= n_read
     if is_whole:
         solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, True, CALL)
-    elif not PACKED or i_row < n_rows:
+    elif not CALL.packed or i_row < n_rows:
         solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, False, CALL)

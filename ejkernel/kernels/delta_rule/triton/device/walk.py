@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the walks, which carry a state, or its cotangent, through the chunks of a sequence.
 
 The state is kept as [value dims, key dims], the left operand of every large dot.
@@ -8,8 +6,8 @@ The state is kept as [value dims, key dims], the left operand of every large dot
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST
-from ejkernel.kernels.chunks.triton.places import (
+from ejkernel.kernels.chunks.triton.device.gates import LARGEST
+from ejkernel.kernels.chunks.triton.device.places import (
     load_columns,
     load_rows,
     locate_segment,
@@ -17,7 +15,7 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
     token_offsets,
 )
-from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     any_coincide,
     any_weak,
@@ -64,7 +62,6 @@ def forward(p, CALL: tl.constexpr):
     """
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    TIME: tl.constexpr = CALL.time
     COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -75,14 +72,13 @@ def forward(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     MIDDLE: tl.constexpr = CALL.middle
-    SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
-    EFFECTS: tl.constexpr = TIME == "effects"
+    EFFECTS: tl.constexpr = CALL.time == "effects"
     PARTS: tl.constexpr = NV + (K + BV - 1) // BV if EFFECTS else NV
     PAD_V: tl.constexpr = NV * BV != V or EFFECTS
     i_program = tl.program_id(0)
@@ -122,7 +118,7 @@ def forward(p, CALL: tl.constexpr):
         b_state = tl.where((o_v - NV * BV)[:, None] == o_k[None, :], 1.0, 0.0)
     if CALL.start:
         p_tile = p.start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if TIME == "segments":
+        if CALL.time == "segments":
             p_tile = p.start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_state += tl.load(p_tile, mask=m_start, other=0.0)
     if DECAY == "key":
@@ -171,7 +167,7 @@ def forward(p, CALL: tl.constexpr):
                 b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
                 b_rest = load_rest(p.rests, i_chunk, o_r, False, C)
                 b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_rest), acc=b_out)
-            b_out = b_out * SCALE
+            b_out = b_out * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
         b_u = tl.dot(b_ordered, tl.trans(b_inverse), input_precision=SOLVE)
         if COINCIDE:
@@ -234,7 +230,6 @@ def backward(p, CALL: tl.constexpr):
     """
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    TIME: tl.constexpr = CALL.time
     COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
@@ -244,21 +239,19 @@ def backward(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     MIDDLE: tl.constexpr = CALL.middle
-    SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
-    EFFECTS: tl.constexpr = TIME == "effects"
+    EFFECTS: tl.constexpr = CALL.time == "effects"
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_block = i_program // (NV * H)
     i_n, i_j, i_first, n_rows, n_read, i_chunk0, n_chunks, i_from, n_steps = locate_segment(i_block, p, CALL)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, BK)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     o_state = o_v[:, None] + o_k[None, :] * V
@@ -277,7 +270,7 @@ def backward(p, CALL: tl.constexpr):
             return
     if CALL.start:
         p_tile = p.d_final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if TIME == "segments":
+        if CALL.time == "segments":
             p_tile = p.d_final + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
     if DECAY == "key":
@@ -287,7 +280,7 @@ def backward(p, CALL: tl.constexpr):
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
         i_row = i_c * C
-        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         if MIDDLE:
             is_strong = tl.load(p.strong + i_chunk) != 0
@@ -306,7 +299,7 @@ def backward(p, CALL: tl.constexpr):
         if COINCIDE:
             # what keys that coincide have in common is small beside the rest of what adds up over many tokens
             b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
-        b_query = b_do.to(tl.float32) * SCALE
+        b_query = b_do.to(tl.float32) * CALL.scale
         b_beta = tl.load(p_row + o_r)[None, :]
         if DECAY == "head":
             b_since = tl.load(p_row + C + o_r)[None, :]
@@ -323,7 +316,7 @@ def backward(p, CALL: tl.constexpr):
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION)
         if COINCIDE:
             b_dr = tl.dot(b_do, load_rest(p.rests, i_chunk, o_r, False, C), acc=b_dr)
-        b_dr = b_dr * SCALE
+        b_dr = b_dr * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         if COINCIDE:

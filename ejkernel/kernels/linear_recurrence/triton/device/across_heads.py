@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the query's or key's gradient where many heads with one gate each share both, a chunk a program."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.gates import MOST
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of, token_offsets
 
 
 @triton.jit
@@ -18,35 +16,31 @@ def add_across_heads(p, CALL: tl.constexpr):
     chunk is a sum of these, weighed as the scores are, and that with the state one of x and what w sees of it. Decays
     between rows are computed from the sums of the gates, so strong ones need no path of their own.
     """
-    SCALE: tl.constexpr = CALL.scale
-    REVERSE: tl.constexpr = CALL.reverse
     H: tl.constexpr = CALL.heads
     HZ: tl.constexpr = CALL.key_heads
     DX: tl.constexpr = CALL.value_dim
     DZ: tl.constexpr = CALL.key_dim
-    BX: tl.constexpr = CALL.value_block
     BZ: tl.constexpr = CALL.key_block
     C: tl.constexpr = CALL.chunk
     WHOLE: tl.constexpr = CALL.whole
-    FLIP: tl.constexpr = CALL.flip
-    PAD_X: tl.constexpr = BX != DX
+    PAD_X: tl.constexpr = CALL.value_block != DX
     PAD_Z: tl.constexpr = BZ != DZ
     i_program = tl.program_id(0)
     i_zh = i_program % HZ
     i_block = i_program // HZ
     _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     o_r = tl.arange(0, C)
-    o_x = tl.arange(0, BX)
+    o_x = tl.arange(0, CALL.value_block)
     o_z = tl.arange(0, BZ)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_pair = tl.arange(0, 2)
     i_row = i_c * C
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     # scores are [row of x, row of y]
     o_gap = o_r[:, None] - o_r[None, :]
-    if REVERSE:
+    if CALL.reverse:
         o_gap = -o_gap
 
     b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, False, WHOLE)
@@ -64,7 +58,7 @@ def add_across_heads(p, CALL: tl.constexpr):
         else:
             b_state = tl.load(p_tile)
         b_whole, b_part = tl.split(tl.load(p.within + i_chunk * (4 * C) + o_r[:, None] * 4 + o_pair[None, :] * 2 + 1))
-        if REVERSE:
+        if CALL.reverse:
             # from the chunk's end instead of its start; as a tile too, which the compiler leaves in the layout of x
             p_end = p.within + i_chunk * (4 * C) + 4 * (C - 1) + 1
             b_whole_end, b_part_end = tl.split(tl.load(p_end + o_r[:, None] * 0 + o_pair[None, :] * 2))
@@ -80,8 +74,8 @@ def add_across_heads(p, CALL: tl.constexpr):
         b_rowdot = tl.sum(b_score * b_both, 1) + tl.sum(b_met * b_x.to(tl.float32), 1) * b_reach
         b_out = tl.dot((b_x * b_reach[:, None]).to(b_x.dtype), b_state, acc=b_out)
         b_out = tl.dot(b_score.to(b_z.dtype), b_z, acc=b_out)
-        tl.store(p.row_dots + (i_token + o_t) * H + i_h, b_rowdot * SCALE, mask=m_write)
+        tl.store(p.row_dots + (i_token + o_t) * H + i_h, b_rowdot * CALL.scale, mask=m_write)
 
     p_rows = p.output + (i_token * HZ + i_zh) * DZ + o_t[:, None] * (HZ * DZ) + o_z[None, :]
-    b_rows = (b_out * SCALE).to(p.output.dtype.element_ty)
+    b_rows = (b_out * CALL.scale).to(p.output.dtype.element_ty)
     tl.store(p_rows, b_rows, mask=m_write[:, None] & (o_z[None, :] < DZ))

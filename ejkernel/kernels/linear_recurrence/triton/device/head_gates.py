@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one decay a head: gates as the walks read them, and their gradient."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, in_bits
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, locate, token_of
 
 
 @triton.jit
@@ -73,7 +71,6 @@ def sum_head_gates(p, CALL: tl.constexpr):
     NZ: tl.constexpr = CALL.parts
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
-    SCALE: tl.constexpr = CALL.scale
     BLOCK: tl.constexpr = C * CALL.group
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
@@ -102,8 +99,8 @@ def sum_head_gates(p, CALL: tl.constexpr):
         b_end = tl.zeros([BH], tl.float32)
         b_start = tl.zeros([BH], tl.float32)
         for i_z in tl.static_range(NZ):
-            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * SCALE
-            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * SCALE
+            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * CALL.scale
+            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * CALL.scale
         if CALL.start:
             b_start += tl.load(p.first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < p.N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start

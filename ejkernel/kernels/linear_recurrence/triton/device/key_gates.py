@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one decay a key dim: gates folded into queries and keys, and their gradient.
 
 A chunk's gates are folded against one reference in its middle: `q̂ = q e^{A_t - A_r}`, `k̂ = k e^{A_r - A_s}`. Where the
@@ -9,8 +7,8 @@ gates of half a chunk are too strong for that, the chunk is flagged: `q̂ = q e^
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, blocks_before, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, blocks_before, locate, token_of
 
 
 @triton.jit
@@ -47,8 +45,7 @@ def fold_half(
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
-    FLIP: tl.constexpr = CALL.flip
-    SIGN: tl.constexpr = (1 if LATE else -1) * (-1 if FLIP else 1)
+    SIGN: tl.constexpr = (1 if LATE else -1) * (-1 if CALL.flip else 1)
     b_sum = tl.zeros(o_k.shape, tl.float32)
     b_most = tl.zeros(o_k.shape, tl.float32)
     for i in range(0, HALF // 4):
@@ -59,7 +56,7 @@ def fold_half(
             i0 = i_row + HALF - 1 - 4 * i
             i1, i2, i3 = i0 - 1, i0 - 2, i0 - 3
         m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
-        i_token = token_of(i_first, n_rows, i0, FLIP)
+        i_token = token_of(i_first, n_rows, i0, CALL.flip)
         o_hat = (i_token * H + i_h) * K + o_k
         if CALL.start or LATE:
             g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, m0, m1, m2, m3)
@@ -96,8 +93,6 @@ def fold_half(
 def fold_gates(p, CALL: tl.constexpr):
     """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
     HALF: tl.constexpr = C // 2
@@ -106,8 +101,8 @@ def fold_gates(p, CALL: tl.constexpr):
     i_block = i_program // H
     _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_qh = i_h // (H // HQ)
-    i_kh = i_h // (H // HK)
+    i_qh = i_h // (H // CALL.query_heads)
+    i_kh = i_h // (H // CALL.key_heads)
     o_k = tl.arange(0, CALL.key_block)
     m_k = o_k < K
     b_early, b_most = fold_half(p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k, HALF, False, CALL)
@@ -134,8 +129,7 @@ def unfold_rows(p, CALL: tl.constexpr):
     K: tl.constexpr = CALL.key_dim
     BK: tl.constexpr = CALL.key_block
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
-    SIGN: tl.constexpr = 1 if FLIP else -1
+    SIGN: tl.constexpr = 1 if CALL.flip else -1
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
     i_h = i_program % H
@@ -148,7 +142,7 @@ def unfold_rows(p, CALL: tl.constexpr):
             i0 = i_c * C + C - 1 - 4 * i
             m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
             r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
-            o_hat = (token_of(i_first, n_rows, i0, FLIP) * H + i_h) * K + o_k
+            o_hat = (token_of(i_first, n_rows, i0, CALL.flip) * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, r0, r1, r2, r3)
             a0, a1, a2, a3 = load_four(p.hat, o_hat, SIGN * H * K, r0, r1, r2, r3)
             f1 = b_fade - g0 * LOG2E
@@ -173,8 +167,7 @@ def unfold_gates(p, CALL: tl.constexpr):
     G: tl.constexpr = CALL.group
     PARTS: tl.constexpr = CALL.parts
     MET: tl.constexpr = CALL.met_parts
-    FLIP: tl.constexpr = CALL.flip
-    SIGN: tl.constexpr = 1 if FLIP else -1
+    SIGN: tl.constexpr = 1 if CALL.flip else -1
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
     i_h = i_program % H
@@ -200,7 +193,7 @@ def unfold_gates(p, CALL: tl.constexpr):
             i0 = i_c * C + C - 1 - 4 * i
             m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
             r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
-            i_token = token_of(i_first, n_rows, i0, FLIP)
+            i_token = token_of(i_first, n_rows, i0, CALL.flip)
             o_q = (i_token * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p.gate, o_q, SIGN * H * K, r0, r1, r2, r3)
             o_hat = (i_token * H + i_h) * (PARTS * K) + o_k

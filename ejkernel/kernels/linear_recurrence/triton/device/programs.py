@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: which part of a walk a program does, whether strong gates leave it to another kernel, and weights."""
 
 import triton

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the walk of the query's or key's gradient where one gate a head has a gradient, in bfloat16.
 
 Kept by its 24 % on `simple_gla` and a learned `g_gamma` with gradients, and 27 % of these walks at the heads of Mamba-2
@@ -9,7 +7,7 @@ models with 16 value heads a group, `K128 V64`.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import (
+from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     GROUPS,
     SEGMENTS,
@@ -31,12 +29,7 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     the output, which is read twice, and a row's dot is summed within four threads. A program has one warpgroup, and two
     of them fit on a multiprocessor of Hopper's, to the byte where x has 128 dims, with tiles fetched two chunks ahead.
     """
-    PACKED: tl.constexpr = CALL.packed
     H: tl.constexpr = CALL.heads
-    HX: tl.constexpr = CALL.walk.x_heads
-    HY: tl.constexpr = CALL.walk.y_heads
-    HZ: tl.constexpr = CALL.walk.z_heads
-    HW: tl.constexpr = CALL.walk.w_heads
     DX: tl.constexpr = CALL.walk.x_dim
     DZ: tl.constexpr = CALL.walk.z_dim
     BX: tl.constexpr = CALL.walk.x_block
@@ -44,8 +37,6 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     G: tl.constexpr = CALL.group
     WHOLE: tl.constexpr = CALL.whole
-    FLIP: tl.constexpr = CALL.flip
-    SCALE: tl.constexpr = CALL.scale
     REVERSE: tl.constexpr = CALL.reverse
     NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
@@ -64,14 +55,14 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_pair = tl.arange(0, 2)
     o_state = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
-    i_xh = i_h // (H // HX)
-    i_yh = i_h // (H // HY)
-    i_zh = i_h // (H // HZ)
-    i_wh = i_h // (H // HW)
+    i_xh = i_h // (H // CALL.walk.x_heads)
+    i_yh = i_h // (H // CALL.walk.y_heads)
+    i_zh = i_h // (H // CALL.walk.z_heads)
+    i_wh = i_h // (H // CALL.walk.w_heads)
     # scores are [row of x, row of y]
     o_gap = o_r[:, None] - o_r[None, :]
     if REVERSE:
@@ -83,7 +74,7 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
         if CALL.walk.segmented:
             i_start = i_block.to(tl.int64)
         m_start = m_state
-        if PACKED:
+        if CALL.packed:
             m_start = m_start & (i_n < p.N)
         p_tile = p.start + (i_start * H + i_h) * (DX * DZ) + o_state
         b_state = tl.load(p_tile, mask=m_start, other=0.0).to(tl.float32) * CALL.start_scale
@@ -111,19 +102,19 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             if REVERSE:
                 i_c = i_lowest + n_turns - 1 - i_step
             i_row = i_c * C
-            i_token = token_of(i_first, n_rows, i_row, FLIP)
+            i_token = token_of(i_first, n_rows, i_row, CALL.flip)
             i_chunk = (i_chunk0 + i_c) * H + i_h
             m_read = i_row + o_r < n_read
-            b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, False, WHOLE)
-            b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, False, WHOLE)
-            b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, False, WHOLE)
-            b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, HW, DZ, PAD_Z, False, WHOLE)
+            b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, False, WHOLE)
+            b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, False, WHOLE)
+            b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, False, WHOLE)
+            b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, CALL.walk.w_heads, DZ, PAD_Z, False, WHOLE)
             # adds nothing, but an operand that comes from registers has a buffer less in shared memory
             b_x = b_x + 0.0
             b_near, b_far = tl.split(tl.load(p.within + i_chunk * (4 * C) + o_r[:, None] * 4 + o_pair[None, :] * 2))
             if REVERSE:
                 b_near, b_far = b_far, b_near
-            b_near = b_near * SCALE
+            b_near = b_near * CALL.scale
             b_added = (tl.trans(b_z) * b_far[None, :]).to(b_z.dtype)
             b_state = b_state * (b_due * b_before)
             # the next chunk's is fetched while this one is worked on

@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the states at the starts of time segments."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import SEGMENTS, blocks_before
+from ejkernel.kernels.chunks.triton.device.places import SEGMENTS, blocks_before
 
 
 @triton.jit
@@ -20,15 +18,13 @@ def scan_segments(p, CALL: tl.constexpr):
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
     DECAYS: tl.constexpr = CALL.decays
-    LAST: tl.constexpr = CALL.last
-    PACKED: tl.constexpr = CALL.packed
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // (NK * NV)) % H
     i_n = i_program // (NK * NV * H)
     i_segment = blocks_before(i_n, p, SEGMENTS, p.L, CALL)
-    if PACKED:
+    if CALL.packed:
         n_segments = (tl.load(p.packing + SEGMENTS * (p.N + 2) + i_n + 1) - i_segment).to(tl.int32)
     else:
         n_segments = tl.cdiv(p.T, p.L)
@@ -46,7 +42,7 @@ def scan_segments(p, CALL: tl.constexpr):
             i_j = n_segments - 1 - i_step
         i_here = (i_segment + i_j) * H + i_h
         # the last segment's own state is there where it is of use
-        m_own = (i_step + 1 < n_segments) | LAST
+        m_own = (i_step + 1 < n_segments) | CALL.last
         if (DECAYS == 1) and not (CALL.decay == "key"):
             b_decay = tl.load(p.decay + i_here, mask=m_own, other=0.0)
         else:
@@ -58,6 +54,6 @@ def scan_segments(p, CALL: tl.constexpr):
         tl.store(p.starts + i_here * (K * V) + o_state, b_state, mask=m_state)
         # a decay may be infinite
         b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own
-    if LAST:
+    if CALL.last:
         p_tile = p.final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
         tl.store(p_tile, b_state * CALL.last_scale, mask=m_state)

@@ -1,13 +1,11 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: calls of a few tokens, one token at a time."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
-from ejkernel.kernels.chunks.triton.places import token_of
-from ejkernel.kernels.chunks.triton.tokens import fade_state, load_token, locate_sequence
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.device.places import token_of
+from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_token, locate_sequence
 
 
 @triton.jit
@@ -18,7 +16,6 @@ def step(p, CALL: tl.constexpr):
     V: tl.constexpr = CALL.value_dim
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    DECAY: tl.constexpr = CALL.decay
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
@@ -33,7 +30,7 @@ def step(p, CALL: tl.constexpr):
     b_state = tl.zeros([BK, BV], tl.float32)
     if CALL.start:
         b_state = tl.load(p.start + o_state, mask=m_state, other=0.0).to(tl.float32)
-    if DECAY == "constant":
+    if CALL.decay == "constant":
         b_gate = tl.load(p.gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
     for i_row in range(0, n_rows):
         i_token = token_of(i_first, n_rows, i_row, CALL.flip)
@@ -42,7 +39,7 @@ def step(p, CALL: tl.constexpr):
         b_k = load_token(p.key, i_token, i_h, o_k, m_k, H, CALL.key_heads, K)
         b_v = load_token(p.value, i_token, i_h, o_v, m_v, H, CALL.value_heads, V)
         b_state = fade_state(b_state, p, i_here, o_k, m_k, is_real, CALL)
-        if DECAY == "constant":
+        if CALL.decay == "constant":
             b_state = faded(b_state, b_gate * LOG2E)
         if CALL.value_decay:
             b_faded = tl.load(p.value_gate + i_here * V + o_v, mask=m_v, other=0.0).to(tl.float32)

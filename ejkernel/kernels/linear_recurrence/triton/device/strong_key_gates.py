@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for chunks whose key gates are flagged as strong: their scores, and the gradients of these.
 
 What tokens of a chunk do to each other is computed over dyadic blocks: no exponent of a decay is ever positive there. A
@@ -9,8 +7,8 @@ decay is the product of its tokens' own, which are the only powers computed.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import scaled
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import scaled
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import (
     climb,
     held_as_loaded,
@@ -38,17 +36,13 @@ def exact_scores(p, CALL: tl.constexpr):
     K: tl.constexpr = CALL.key_dim
     BK: tl.constexpr = CALL.key_block
     C: tl.constexpr = CALL.chunk
-    LR: tl.constexpr = CALL.log_rows
-    HEADS: tl.constexpr = CALL.heads_at_once
-    FLIP: tl.constexpr = CALL.flip
-    PRECISION: tl.constexpr = CALL.precision
     LEVELS: tl.constexpr = CALL.levels
     PAD: tl.constexpr = K % BK != 0
-    R: tl.constexpr = 1 << LR
-    SIGN: tl.constexpr = -1 if FLIP else 1
+    R: tl.constexpr = 1 << CALL.log_rows
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
     # what is the same for all heads would take registers
-    for i_part in tl.range(0, heads_to_visit(p.flag, HEADS), disable_licm=True):
-        i_program = tl.program_id(0) * HEADS + i_part
+    for i_part in tl.range(0, heads_to_visit(p.flag, CALL.heads_at_once), disable_licm=True):
+        i_program = tl.program_id(0) * CALL.heads_at_once + i_part
         i_h = i_program % H
         i_chunk = i_program.to(tl.int64)
         # 1 or 0. The dots below are loops of so many turns: only from one turn to the next does an operand that was
@@ -56,7 +50,7 @@ def exact_scores(p, CALL: tl.constexpr):
         is_flagged = tl.load(p.flag + i_chunk)
         if is_flagged != 0:
             _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             o_row = tl.arange(0, C)[:, None]
             o_column = tl.arange(0, C)[None, :]
             o_r = tl.arange(0, R)
@@ -73,14 +67,14 @@ def exact_scores(p, CALL: tl.constexpr):
                 b_k = b_k.to(tl.float32)
                 b_part = tl.zeros([C, C], tl.float32)
                 for _ in tl.range(0, is_flagged):
-                    b_pair = tl.dot(b_fold, tl.trans(b_other), input_precision=PRECISION)
+                    b_pair = tl.dot(b_fold, tl.trans(b_other), input_precision=CALL.precision)
                     b_part = tl.where(b_apart == 0, b_pair, 0.0)
                     b_fold = tl.zeros_like(b_fold)
                 for i_level in tl.static_range(0, LEVELS):
-                    b_fold, b_q, b_k, b_total = climb(b_q, b_k, b_total, o_r, o_b, i_level, LR)
+                    b_fold, b_q, b_k, b_total = climb(b_q, b_k, b_total, o_r, o_b, i_level, CALL.log_rows)
                     b_fold = tl.reshape(b_fold, [C, BK]).to(b_other.dtype)
                     for _ in tl.range(0, is_flagged):
-                        b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
+                        b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=CALL.precision)
                         # what meets at a higher level is written over there
                         b_part = tl.where(b_apart >= 2**i_level, b_pair, b_part)
                         b_fold = tl.zeros_like(b_fold)
@@ -144,24 +138,21 @@ def exact_gradients(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     LEVELS: tl.constexpr = CALL.levels
     LR: tl.constexpr = CALL.log_rows
-    HEADS: tl.constexpr = CALL.heads_at_once
     PARTS: tl.constexpr = CALL.parts
-    FLIP: tl.constexpr = CALL.flip
     WIDE: tl.constexpr = CALL.wide
-    PRECISION: tl.constexpr = CALL.precision
     PAD: tl.constexpr = K % BK != 0
     R: tl.constexpr = 1 << LR
-    SIGN: tl.constexpr = -1 if FLIP else 1
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
     p_dscore = p.d_score + tl.program_id(0).to(tl.int64) * (C * C)
     # what is the same for all heads would take registers
-    for i_part in tl.range(0, heads_to_visit(p.flag, HEADS), disable_licm=True):
-        i_program = tl.program_id(0) * HEADS + i_part
+    for i_part in tl.range(0, heads_to_visit(p.flag, CALL.heads_at_once), disable_licm=True):
+        i_program = tl.program_id(0) * CALL.heads_at_once + i_part
         i_h = i_program % H
         # 1 or 0, and the turns of the loop around a dot, as for the scores
         is_flagged = tl.load(p.flag + i_program.to(tl.int64))
         if is_flagged != 0:
             _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             o_t = tl.arange(0, C)
             o_row = o_t[:, None]
             o_column = o_t[None, :]
@@ -175,7 +166,7 @@ def exact_gradients(p, CALL: tl.constexpr):
                     p.d_output, i_token, i_h // (H // HO), o_t * SIGN, m_read, o_v, HO, V, V % BV != 0, WIDE
                 )
                 b_v = load_rows(p.value, i_token, i_h // (H // HV), o_t * SIGN, m_read, o_v, HV, V, V % BV != 0, WIDE)
-                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
+                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=CALL.precision)
             b_dscore = b_dscore * CALL.scale
             # nobody reads those of the last chunk any more, and from here on threads read what others wrote
             tl.debug_barrier()
@@ -233,7 +224,7 @@ def exact_gradients(p, CALL: tl.constexpr):
                     b_turned = tl.zeros([BK, C], tl.float32)
                     for _ in tl.range(0, is_flagged):
                         # turned, so that the matrix, the same for all key dims, is what has to lie in shared memory
-                        b_turned = tl.dot(tl.trans(b_tokens), b_meet[i_level - LR], input_precision=PRECISION)
+                        b_turned = tl.dot(tl.trans(b_tokens), b_meet[i_level - LR], input_precision=CALL.precision)
                         b_tokens = tl.zeros_like(b_tokens)
                     b_grad = held_as_loaded(tl.reshape(tl.trans(b_turned), [C // R, R, BK]))
                     b_summand += b_fold.to(tl.float32) * b_grad * (2.0 * b_late - 1.0)

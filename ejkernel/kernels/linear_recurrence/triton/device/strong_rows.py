@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: a chunk with its rows in registers, and decays multiplied up level by level.
 
 A chunk's tokens lie in blocks of R = 2**LR, and a chunk is one tile of blocks, rows and dims. A thread has its dims of
@@ -11,7 +9,7 @@ One tile, not one a row: for every load and store one of Triton's passes goes th
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
 
 
 @triton.jit

@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the walk, which carries a state through the chunks of a sequence, in all of its roles."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST, faded, in_bits
-from ejkernel.kernels.chunks.triton.places import (
+from ejkernel.kernels.chunks.triton.device.gates import MOST, faded, in_bits
+from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     GROUPS,
     SEGMENTS,
@@ -17,7 +15,7 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
     token_offsets,
 )
-from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, load_weights, part_of_walk
 
 
@@ -48,11 +46,7 @@ def walk(p, CALL: tl.constexpr):
     adds to the first one's results, in place.
     float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
     """
-    PACKED: tl.constexpr = CALL.packed
     H: tl.constexpr = CALL.heads
-    HX: tl.constexpr = CALL.walk.x_heads
-    HY: tl.constexpr = CALL.walk.y_heads
-    HZ: tl.constexpr = CALL.walk.z_heads
     HW: tl.constexpr = CALL.walk.w_heads
     DX: tl.constexpr = CALL.walk.x_dim
     DZ: tl.constexpr = CALL.walk.z_dim
@@ -61,21 +55,14 @@ def walk(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     G: tl.constexpr = CALL.group
     WHOLE: tl.constexpr = CALL.whole
-    SEGMENTED: tl.constexpr = CALL.walk.segmented
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.walk.precision
     WIDE: tl.constexpr = CALL.wide
-    SCALE: tl.constexpr = CALL.scale
-    START_SCALE: tl.constexpr = CALL.start_scale
-    LAST_SCALE: tl.constexpr = CALL.last_scale
     DECAY: tl.constexpr = CALL.decay
     REVERSE: tl.constexpr = CALL.reverse
-    START: tl.constexpr = CALL.start
-    LAST: tl.constexpr = CALL.last
     STRONG: tl.constexpr = 1 if CALL.walk.strong else 0
     ROW_DOTS: tl.constexpr = CALL.walk.row_dots
     BORDER: tl.constexpr = CALL.walk.border
-    FLAT: tl.constexpr = CALL.walk.flat
     OUTPUT: tl.constexpr = CALL.walk.role != "segment"
     SCORES: tl.constexpr = (CALL.walk.role == "output") or (CALL.walk.role == "dvalue")
     # key dims are the rows of the walked state, or its columns
@@ -99,7 +86,7 @@ def walk(p, CALL: tl.constexpr):
     n_chunks = tl.cdiv(n_rows, C)
     i_from = i_j * (p.L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(p.L, C))
-    if (not OUTPUT) and (not LAST):
+    if (not OUTPUT) and (not CALL.last):
         # nobody starts from where a sequence ends
         if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
             return
@@ -111,9 +98,9 @@ def walk(p, CALL: tl.constexpr):
     o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
     o_border = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
-    i_xh = i_h // (H // HX)
-    i_yh = i_h // (H // HY)
-    i_zh = i_h // (H // HZ)
+    i_xh = i_h // (H // CALL.walk.x_heads)
+    i_yh = i_h // (H // CALL.walk.y_heads)
+    i_zh = i_h // (H // CALL.walk.z_heads)
 
     # scores are [row of y, row of x]
     o_gap = o_r[None, :] - o_r[:, None]
@@ -132,16 +119,16 @@ def walk(p, CALL: tl.constexpr):
             return
 
     b_state = tl.zeros([BZ, BX], tl.float32)
-    if START:
+    if CALL.start:
         i_start = i_n.to(tl.int64)
-        if SEGMENTED:
+        if CALL.walk.segmented:
             i_start = i_block.to(tl.int64)
         m_start = m_state
-        if PACKED:
+        if CALL.packed:
             m_start = m_start & (i_n < p.N)
         b_state = (
             tl.load(p.start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
-            * START_SCALE
+            * CALL.start_scale
         )
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
     b_due = 1.0
@@ -176,10 +163,10 @@ def walk(p, CALL: tl.constexpr):
         if BORDER == "entered":
             p_here = p.border + i_chunk * (DX * DZ) + o_border
             tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
-        b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
-        b_z = tl.trans(load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
+        b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, WIDE, WHOLE)
+        b_z = tl.trans(load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, WIDE, WHOLE))
         if OUTPUT:
-            b_x = tl.trans(load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
+            b_x = tl.trans(load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, WIDE, WHOLE))
         b_y = nearest(b_y, PRECISION)
         b_z = nearest(b_z, PRECISION)
         if OUTPUT:
@@ -297,9 +284,9 @@ def walk(p, CALL: tl.constexpr):
             if DECAY == "none":
                 b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
             if (DECAY == "head") and (not STRONG) and (not ROW_DOTS):
-                b_out = b_out * (b_near * SCALE)[None, :]
+                b_out = b_out * (b_near * CALL.scale)[None, :]
             else:
-                b_out = b_out * SCALE
+                b_out = b_out * CALL.scale
             m_write = i_row + o_r < n_rows
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
@@ -356,21 +343,21 @@ def walk(p, CALL: tl.constexpr):
                 if KEYED:
                     tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
                 else:
-                    b_met = tl.sum(b_met) if FLAT else tl.sum(tl.sum(b_met, 1), 0)
+                    b_met = tl.sum(b_met) if CALL.walk.flat else tl.sum(tl.sum(b_met, 1), 0)
                     tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * b_due
 
     if OUTPUT:
-        if LAST:
+        if CALL.last:
             is_last = i_from + n_steps >= n_chunks
             if REVERSE:
                 is_last = i_j == 0
-            if PACKED:
+            if CALL.packed:
                 is_last = is_last & (i_n < p.N)
             if is_last:
                 i_last = i_n.to(tl.int64) * H + i_h
-                tl.store(p.final + i_last * (DX * DZ) + o_state, b_state * LAST_SCALE, mask=m_state)
+                tl.store(p.final + i_last * (DX * DZ) + o_state, b_state * CALL.last_scale, mask=m_state)
     else:
         i_segment = i_block.to(tl.int64) * H + i_h
         tl.store(p.final + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for few queries against many keys: each part of the keys by a program of its own, then merged.
 
 The rows of a tile are all queries of all heads that share a key head, so that each key is read once.
@@ -8,14 +6,13 @@ The rows of a tile are all queries of all heads that share a key head, so that e
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.forward_kernels import absorb, finish
-from ejkernel.kernels.attention.triton.tiles import bounds, in_sight, rows_of_pairs
+from ejkernel.kernels.attention.triton.device.forward import absorb, finish
+from ejkernel.kernels.attention.triton.device.tiles import bounds, in_sight, rows_of_pairs
 
 
 @triton.jit
 def attend_part(p, CALL: tl.constexpr):
     """Maximum, sum of weights and sum of weighted values over one part of the keys in sight, `[B, S, H, PARTS, …]`."""
-    H: tl.constexpr = CALL.heads
     HKV: tl.constexpr = CALL.kv_heads
     D: tl.constexpr = CALL.key_dim
     DV: tl.constexpr = CALL.value_dim
@@ -23,7 +20,7 @@ def attend_part(p, CALL: tl.constexpr):
     BM: tl.constexpr = CALL.rows
     BN: tl.constexpr = CALL.columns
     PARTS: tl.constexpr = CALL.parts
-    G: tl.constexpr = H // HKV
+    G: tl.constexpr = CALL.heads // HKV
     i_program = tl.program_id(0)
     i_kv = i_program % HKV
     i_part = i_program // HKV % PARTS
@@ -41,7 +38,7 @@ def attend_part(p, CALL: tl.constexpr):
     i_from = start + i_part * n_each
     i_to = tl.minimum(i_from + n_each, high)
 
-    o_row = (i_b.to(tl.int64) * p.S + o_token) * H + i_h
+    o_row = (i_b.to(tl.int64) * p.S + o_token) * CALL.heads + i_h
     p_tile = p.query + o_row[:, None] * D + o_d[None, :]
     b_q = tl.load(p_tile, mask=m_i[:, None] & (o_d[None, :] < D), other=0.0)
     pairs = rows_of_pairs(i_b, i_h, o_token, p, CALL)

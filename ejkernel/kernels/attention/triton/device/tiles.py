@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code that every kernel of attention shares: which block is whose, who sees whom, and what a score becomes.
 
 Names: `i_` index, `n_` count, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of the backward pass: a block of queries walks the keys for its gradient, a block of keys the queries.
 
 Each gradient is summed by the one program that owns it, in a fixed order: no atomics, and equal bits every time.
@@ -8,7 +6,7 @@ Each gradient is summed by the one program that owns it, in a fixed order: no at
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.tiles import (
+from ejkernel.kernels.attention.triton.device.tiles import (
     ALL,
     LOG2E,
     at_edge,

@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of calls of a few tokens: one sequence, one token and its gate at a time."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
 
 
 @triton.jit

@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of the bias gradient: each block of it sums up, in a fixed order, all tiles that it was added to."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.backward_kernels import load_stats, weights
-from ejkernel.kernels.attention.triton.tiles import (
+from ejkernel.kernels.attention.triton.device.backward import load_stats, weights
+from ejkernel.kernels.attention.triton.device.tiles import (
     KEYS,
     QUERIES,
     ROWS,
@@ -91,8 +89,7 @@ def bias_gradient(p, CALL: tl.constexpr):
     PARTS: tl.constexpr = CALL.parts
     BIAS: tl.constexpr = CALL.bias
     BIAS_HEADS: tl.constexpr = CALL.bias_heads
-    BY_ROW: tl.constexpr = CALL.bounds_by_row
-    ONE_PLACE: tl.constexpr = (KEYS & BIAS) > 0 and (QUERIES & BIAS) > 0 and not BY_ROW
+    ONE_PLACE: tl.constexpr = (KEYS & BIAS) > 0 and (QUERIES & BIAS) > 0 and not CALL.bounds_by_row
     BOUNDED: tl.constexpr = CALL.left or CALL.right or CALL.packed
     n_q = tl.cdiv(p.S, BM)
     n_k = tl.cdiv(p.L, BN)
@@ -143,7 +140,7 @@ def bias_gradient(p, CALL: tl.constexpr):
         i_b = i_b + i_program * 0
         is_seen = True
         if BOUNDED and not ONE_PLACE:
-            low, high = span(p, i_b, i_q, BM, BY_ROW)
+            low, high = span(p, i_b, i_q, BM, CALL.bounds_by_row)
             is_seen = (low < i_k * BN + BN) & (high > i_k * BN)
         if is_seen:
             b_sum += scores_gradient(p, i_b, i_h, i_q, i_k, CALL)

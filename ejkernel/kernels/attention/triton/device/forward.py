@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of the forward pass: one block of queries walks the keys in its sight, with the online softmax."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.attention.triton.tiles import (
+from ejkernel.kernels.attention.triton.device.tiles import (
     ALL,
     LOG2E,
     at_edge,
@@ -35,23 +33,19 @@ def absorb(
     each, and of all of the rows. With WHOLE every row sees every one of these keys, with JOINED those that are in sight
     of all, as far as position goes. GUARDED, values that a mask hides may be NaN.
     """
-    HKV: tl.constexpr = CALL.kv_heads
     D: tl.constexpr = CALL.key_dim
     DV: tl.constexpr = CALL.value_dim
-    BD: tl.constexpr = CALL.key_block
-    BDV: tl.constexpr = CALL.value_block
-    BN: tl.constexpr = CALL.columns
     b_top, b_total, b_sum = sums
     o_mask, o_bias, o_draw = pairs
     low, high, lowest, highest, all_start, all_stop = edges
     FACTOR: tl.constexpr = CALL.scale * LOG2E if CALL.linear else 1.0
-    o_n = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_dv = tl.arange(0, BDV)
-    for i_k in range(i_from, i_to, BN):
+    o_n = tl.arange(0, CALL.columns)
+    o_d = tl.arange(0, CALL.key_block)
+    o_dv = tl.arange(0, CALL.value_block)
+    for i_k in range(i_from, i_to, CALL.columns):
         o_j = i_k + o_n
         m_j = (o_j >= low) & (o_j < high)
-        b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, HKV * D, D, BD != D, WHOLE)
+        b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, CALL.kv_heads * D, D, CALL.key_block != D, WHOLE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
         b_s, _ = bend(b_s, CALL)
         if CALL.bias:
@@ -73,7 +67,7 @@ def absorb(
         b_total = b_total * b_shrink + tl.sum(b_p, 1)
         if CALL.least:
             b_p = tl.where(kept(p, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], CALL), b_p, 0.0)
-        b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, WHOLE)
+        b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, CALL.kv_heads * DV, DV, CALL.value_block != DV, WHOLE)
         if CALL.mask and GUARDED:
             # a value that none of the rows may attend to must not matter even if it is NaN, and 0 · NaN would let it
             b_v = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_v, 0.0)
@@ -114,7 +108,6 @@ def forward(p, CALL: tl.constexpr):
     H: tl.constexpr = CALL.heads
     D: tl.constexpr = CALL.key_dim
     DV: tl.constexpr = CALL.value_dim
-    BD: tl.constexpr = CALL.key_block
     BDV: tl.constexpr = CALL.value_block
     BM: tl.constexpr = CALL.rows
     i_program = tl.program_id(0)
@@ -124,7 +117,7 @@ def forward(p, CALL: tl.constexpr):
     if i_first >= n_q:
         return
     o_m = tl.arange(0, BM)
-    o_d = tl.arange(0, BD)
+    o_d = tl.arange(0, CALL.key_block)
     o_dv = tl.arange(0, BDV)
     m_i = i_first + o_m < n_q
     o_token = q_at + i_first + o_m
@@ -137,7 +130,7 @@ def forward(p, CALL: tl.constexpr):
     k_row = i_b.to(tl.int64) * p.L + k_at
     p_k = p.key + i_h // (H // CALL.kv_heads) * D
     p_v = p.value + i_h // (H // CALL.kv_heads) * DV
-    b_q = load_rows(p.query + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
+    b_q = load_rows(p.query + i_h * D, q_row, o_m, m_i, o_d, H * D, D, CALL.key_block != D, False)
     o_i = i_first + o_m
     pairs = rows_of_pairs(i_b, i_h, o_token, p, CALL)
     edges = (low, high, lowest, highest, all_start, all_stop)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: where blocks of tokens lie, packed or not, and their rows as tiles.
 
 Names in device code: `i_` index, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
