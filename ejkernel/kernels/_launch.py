@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
 
@@ -37,6 +38,15 @@ class Tile:
     warps: int = 4
     stages: int = 1
     joined: bool = False
+
+
+def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def padded(dim: int, least: int = 16) -> int:
+    """The least power of two that holds `dim`; dots need 16."""
+    return max(least, 1 << (dim - 1).bit_length())
 
 
 @functools.cache

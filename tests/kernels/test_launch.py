@@ -1,5 +1,6 @@
 """Launching Triton kernels without a GPU: what jax-triton is asked for, and what is said where it is missing."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -156,6 +157,15 @@ def test_what_jax_triton_makes_of_a_launch():
     # query, key, value, and the state that it starts from, once
     assert len(operands) == 4
     assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 3,", call), call
+
+
+def test_device_code_has_few_parameters():
+    """What a kernel is given comes as one tuple and one record, and of what its functions share as little as can be."""
+    functions = []
+    for path in Path(_launch.__file__).parent.glob("*/triton/device/*.py"):
+        functions += [each for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)]
+    assert len(functions) > 100
+    assert max(len(each.args.args) for each in functions) <= 16
 
 
 def linear_recurrence_launcher():

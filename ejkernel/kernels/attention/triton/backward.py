@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ejkernel.kernels._launch import shape
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group, live_tokens
-from ejkernel.kernels.attention.triton.launcher import Launcher, array, device
+from ejkernel.kernels.attention.triton.launcher import Launcher, device
 from ejkernel.kernels.attention.triton.plan import FILL, ROWS, Plan
 from ejkernel.kernels.attention.xla.layout import seen_keys
 from ejkernel.xla_utils.utils import cdiv
@@ -46,14 +47,14 @@ def backward(
         d_output = jnp.where(alive, d_output, 0)
     launcher = Launcher.of(call, plan, inputs)
     output, top, total = results
-    dtype, rows = inputs.query.dtype, array(*top.shape)
+    dtype, rows = inputs.query.dtype, shape(*top.shape)
     # bfloat16 has float32's range: what is taken off the scores can travel with them, unless dropout comes in between
     folded = dtype == jnp.bfloat16 and not call.dropout
     given = {"top": top, "total": total, "d_output": d_output, "d_lse": d_lse}
     mean, terms = launcher.launch(
         device("backward").row_means,
         {"output": output, "cu_seqlens": launcher.inputs.cu_seqlens, **given},
-        {"mean": rows, "terms": array(*top.shape, _TERMS, dtype=dtype) if folded else None},
+        {"mean": rows, "terms": shape(*top.shape, _TERMS, dtype=dtype) if folded else None},
         programs=call.batch * cdiv(call.queries, ROWS.rows) * call.heads,
         tile=ROWS,
         folded=folded,
@@ -64,7 +65,7 @@ def backward(
     d_query, flow = launcher.launch(
         device("backward").query_gradient,
         launcher.arrays | given,
-        {"d_query": array(*inputs.query.shape, dtype=dtype), "flow": None if inputs.sinks is None else rows},
+        {"d_query": shape(*inputs.query.shape, dtype=dtype), "flow": None if inputs.sinks is None else rows},
         programs=launcher.blocks(tile.rows) * call.heads,
         tile=tile,
         has_d_lse=d_lse is not None,
@@ -78,7 +79,7 @@ def _keys(launcher: Launcher, given: dict[str, Any], folded: bool) -> tuple[Arra
     call, inputs, plan = launcher.call, launcher.inputs, launcher.plan
     tile, parts = plan.config.key, plan.head_parts
     dtype = inputs.query.dtype if parts == 1 else jnp.float32
-    d_key, d_value = (array(parts, *each.shape, dtype=dtype) for each in (inputs.key, inputs.value))
+    d_key, d_value = (shape(parts, *each.shape, dtype=dtype) for each in (inputs.key, inputs.value))
 
     def launch(of_key: bool, of_value: bool) -> Any:
         return launcher.launch(
@@ -109,7 +110,7 @@ def _bias(launcher: Launcher, given: dict[str, Any]) -> Array:
     (found,) = launcher.launch(
         device("bias").bias_gradient,
         {"start": start, "stop": stop, **launcher.arrays, **given},
-        {"d_bias": array(parts, *inputs.bias.shape, dtype=inputs.bias.dtype if parts == 1 else jnp.float32)},
+        {"d_bias": shape(parts, *inputs.bias.shape, dtype=inputs.bias.dtype if parts == 1 else jnp.float32)},
         programs=programs * parts,
         tile=tile,
         parts=parts,

@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group, live_tokens
-from ejkernel.kernels.attention.triton.launcher import Launcher, array, device
-from ejkernel.kernels.attention.triton.plan import Plan, padded
+from ejkernel.kernels.attention.triton.launcher import Launcher, device
+from ejkernel.kernels.attention.triton.plan import Plan
 
 
 def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -40,7 +40,7 @@ def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
     summed = launcher.launch(
         device("decoding").attend_part,
         launcher.arrays,
-        {"sum": array(*rows, call.value_dim), "top": array(*rows), "total": array(*rows)},
+        {"sum": shape(*rows, call.value_dim), "top": shape(*rows), "total": shape(*rows)},
         programs=call.batch * parts * call.kv_heads,
         tile=replace(launcher.plan.config.decoding, rows=padded(call.queries * call.groups)),
         parts=parts,
@@ -59,6 +59,6 @@ def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
 
 def _results(launcher: Launcher) -> dict[str, Any]:
     call = launcher.call
-    rows = array(call.batch, call.heads, call.queries)
-    output = array(call.batch, call.queries, call.heads, call.value_dim, dtype=call.residual_dtype)
+    rows = shape(call.batch, call.heads, call.queries)
+    output = shape(call.batch, call.queries, call.heads, call.value_dim, dtype=call.residual_dtype)
     return {"output": output, "top": rows, "total": rows}

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.attention import dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.triton.plan import Plan, padded
+from ejkernel.kernels.attention.triton.plan import Plan
 from ejkernel.xla_utils.utils import cdiv
 
 LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
@@ -35,10 +34,6 @@ DEVICE = {name: f"ejkernel.kernels.attention.triton.device.{name}" for name in _
 def device(name: str) -> Any:
     """A module of device code."""
     return importlib.import_module(DEVICE[name])
-
-
-def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _aligned(pairs: Array | None) -> Array | None:

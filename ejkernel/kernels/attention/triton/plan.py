@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.kernels.attention.call import Call, common_dtype
 from ejkernel.xla_utils.utils import cdiv
@@ -152,11 +152,6 @@ def configure(capability: int, wide: bool, dims: int, walk: str) -> Config:
     if wide:
         return table[size]
     return _BY_WALK.get((capability, size, walk)) or _BY_WALK.get((memory, size, walk)) or table[size]
-
-
-def padded(dim: int, least: int = 16) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
-    return max(least, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)

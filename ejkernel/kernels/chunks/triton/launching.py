@@ -8,17 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, shape
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.xla_utils.utils import cdiv
 
 F32 = jnp.float32
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8
-
-
-def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def capability() -> int:
@@ -29,11 +25,6 @@ def capability() -> int:
 def at_most_float32(x: jax.Array | None) -> jax.Array | None:
     """An array as kernels can take it."""
     return x.astype(F32) if x is not None and x.dtype == jnp.float64 else x
-
-
-def padded(dim: int) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def has_few_tokens(call: Any) -> bool:

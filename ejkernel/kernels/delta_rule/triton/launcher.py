@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.triton import launching
-from ejkernel.kernels.chunks.triton.launching import F32, capability, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32, capability
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.kernels.delta_rule.triton import configs

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.chunks.first_gates import entering_states
-from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens, padded
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile
-from ejkernel.kernels.chunks.triton.launching import padded
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 

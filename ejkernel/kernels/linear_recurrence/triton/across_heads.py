@@ -7,8 +7,8 @@ Kept by its 16 % on `simple_gla` with gradients at Mamba-2's heads, 64 of `K128 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile
-from ejkernel.kernels.chunks.triton.launching import F32, padded, shape
+from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.kernels.linear_recurrence.triton.walks import walk

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens, shape
+from ejkernel.kernels._launch import shape
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import passes

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile
-from ejkernel.kernels.chunks.triton.launching import F32, padded, shape
+from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 

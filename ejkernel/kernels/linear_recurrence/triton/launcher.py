@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._launch import shape
 from ejkernel.kernels.chunks.triton import launching
 from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.chunks.triton.packing import Packing
@@ -145,4 +146,4 @@ class Launcher(launching.Launcher):
 
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of every token and head."""
-        return launching.shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
+        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens, padded
+from ejkernel.kernels._launch import padded
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import across_heads
 from ejkernel.kernels.linear_recurrence.triton.gates import (

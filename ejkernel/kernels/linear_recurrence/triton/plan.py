@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.chunks.triton.launching import capability, padded
+from ejkernel.kernels._launch import padded
+from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
