@@ -23,9 +23,10 @@ from properties import cotangents_of, run, split
 import ejkernel
 from ejkernel import xla_utils
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence.triton import configs
-from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
+from ejkernel.kernels.linear_recurrence.triton.configs import Config
 
 RUBBISH = {1: np.nan, 3: np.inf, 5: 1e30}
 LENGTHS = (6, 9, 17, 1, 5, 4, 7)
@@ -208,7 +209,8 @@ def interpreter(monkeypatch):
     from triton_interpreter import interpreted
 
     # small blocks: several chunks and groups in a few dozen tokens
-    small = Config(16, 2, 40.0, "ieee", *[Tile(16, 4, 1)] * 4, 16)
+    tiles = {"output": Tile(16), "gradient": Tile(16), "exact": Tile(16), "step": Tile(16)}
+    small = Config(chunk=16, group=2, limit=40.0, fill=16, **tiles)
     monkeypatch.setattr(configs, "configure", lambda capability, wide, dim: small)
     with interpreted():
         yield

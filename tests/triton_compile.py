@@ -26,15 +26,15 @@ from ejkernel.kernels.linear_recurrence.triton import configs
 
 
 def launches(capability, program):
-    """What `program` launches: kernel, types of its arguments, warps, stages, constants."""
+    """What `program` launches: kernel, types of its parameters by name, tile, constants."""
     found = {}
 
-    def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
-        types = tuple(
-            "i32" if isinstance(each, int) else "*" + DTYPES[str(each.dtype)] for each in (*arguments, *outputs)
-        )
-        found[kernel, types, num_warps, num_stages, tuple(constants.items())] = None
-        return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
+    def launch(kernel, inputs, outputs, *, constants, programs, tile, in_place=None):
+        given = {name: each for name, each in {**inputs, **outputs}.items() if each is not None}
+        types = {name: "i32" if isinstance(x, int) else "*" + DTYPES[str(x.dtype)] for name, x in given.items()}
+        flat = _launch.flat(kernel, (*inputs, *outputs), tuple(given))
+        found[flat, tuple(types.values()), tile, constants] = None
+        return _launch.named(outputs, {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items() if x})
 
     there = {"capability": lambda: capability, "unavailable": lambda: None, "launch": launch}
     with mock.patch.multiple(_launch, **there):
@@ -42,18 +42,12 @@ def launches(capability, program):
     return list(found)
 
 
-def shared_memory(capability, kernel, types, warps, stages, constants):
+def shared_memory(capability, kernel, types, tile, constants):
     """KiB a program takes, compiled down to the GPU's own code."""
-    names, constants = [each.name for each in kernel.params], dict(constants)
-    types = dict(zip((name for name in names if name not in constants), types, strict=True))
-    aligned = [["tt.divisibility", 16]]
-    source = ASTSource(
-        kernel,
-        {name: types.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): aligned for name, type in types.items() if type.startswith("*")},
-    )
-    options = {"num_warps": warps, "num_stages": stages}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types) if type.startswith("*")}
+    signature = dict(zip(kernel.arg_names, (*types, "constexpr"), strict=True))
+    source = ASTSource(kernel, signature, {"CALL": constants}, aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared / 1024
 
 

@@ -163,14 +163,16 @@ def overflows(text, sizes, programs, loaded, blocks=0):
 
 
 def recorded(program):
-    """What `program` launches when it is traced: kernel, arguments, outputs, number of programs, constants."""
+    """What `program` launches when it is traced: kernel, arguments, number of programs, constants."""
     from ejkernel.kernels import _launch
 
     found = {}
 
-    def record(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
-        found[kernel, programs, str(constants)] = kernel, arguments, outputs, programs, constants
-        return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
+    def record(kernel, inputs, outputs, *, constants, programs, tile, in_place=None):
+        given = {name: each for name, each in {**inputs, **outputs}.items() if each is not None}
+        flat = _launch.flat(kernel, (*inputs, *outputs), tuple(given))
+        found[kernel, programs, str(constants)] = flat, list(given.values()), programs, constants
+        return _launch.named(outputs, {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items() if x})
 
     _launch.launch, _launch.unavailable = record, lambda: None
     program()
@@ -238,19 +240,15 @@ def intermediate(kernel, values, constants):
         "uint32": "*u32",
         "bool": "*i1",
     }
-    rest = iter(values)
-    signature = {}
-    for name in kernel.arg_names:
-        each = None if name in constants else next(rest)
-        is_size = isinstance(each, int)
-        signature[name] = "constexpr" if each is None else "i32" if is_size else pointers[jnp.dtype(each.dtype).name]
+    types = ["i32" if isinstance(each, int) else pointers[jnp.dtype(each.dtype).name] for each in values]
+    signature = dict(zip(kernel.arg_names, (*types, "constexpr"), strict=True))
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     options = backend.parse_options({"sanitize_overflow": False})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    source = ASTSource(fn=kernel, signature=signature, constexprs={"CALL": constants})
     helpers = backend.get_codegen_implementation(options), backend.get_module_map()
     module = source.make_ir(target, options, *helpers, context)
     return backend.make_ttir(module, {}, options, 90).str_nodebug()
@@ -291,10 +289,10 @@ def main():
 
 def check(case, launch, loaded, blocks):
     """No arithmetic of a launch overflows, and offsets and programs are as many as they were made to be."""
-    kernel, arguments, outputs, programs, constants = launch
+    kernel, arguments, programs, constants = launch
     # a grid's first dimension; the others end at 65,535
     assert programs < 2**31, f"{case}: {kernel.__name__} in {programs} programs"
-    text = intermediate(kernel, [*arguments, *outputs], constants)
+    text = intermediate(kernel, arguments, constants)
     sizes = [each for each in arguments if isinstance(each, int)]
     found, furthest = overflows(text, sizes, programs, loaded, blocks)
     assert not found, f"{case}: {kernel.__name__} may overflow in\n" + "\n".join(found)

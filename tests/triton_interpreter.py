@@ -255,22 +255,25 @@ class Pointer:
         return self.array.ctypes.data
 
 
-def launch(kernel, *arguments, outputs, programs, num_warps, num_stages, aliases=None, **constants):
+def launch(kernel, inputs, outputs, *, constants, programs, tile, in_place=None):
     """What `_launch.launch` does, with NaN in every output before the kernel runs."""
-    arrays = [each for each in arguments if not isinstance(each, int)]
-    scalars = tuple((i, each) for i, each in enumerate(arguments) if isinstance(each, int))
-    results = tuple(
-        _interpret.bind(
-            *arrays,
-            kernel=kernel,
-            scalars=scalars,
-            outputs=tuple((each.shape, np.dtype(each.dtype)) for each in outputs),
-            programs=programs,
-            aliases=tuple((aliases or {}).items()),
-            constants=tuple(constants.items()),
-        )
+    given, made, before = _launch.operands(inputs, outputs, in_place)
+    sizes = {name: each for name, each in given.items() if isinstance(each, int)}
+    names = tuple(name for name in given if name not in sizes)
+    arrays = tuple(given[name] for name in names)
+    results = _interpret.bind(
+        *arrays,
+        kernel=kernel,
+        fields=(*inputs, *outputs),
+        names=names,
+        sizes=tuple(sizes.items()),
+        outputs=tuple((name, each.shape, np.dtype(each.dtype)) for name, each in made.items()),
+        in_place=tuple(before.items()),
+        programs=programs,
+        constants=constants,
     )
-    return tuple(_varying.align((*arrays, *results))[len(arrays) :])
+    results = _varying.align((*arrays, *results))[len(arrays) :]
+    return _launch.named(outputs, dict(zip(made, results, strict=True)))
 
 
 # A primitive, rather than a callback, for calls outside `jit`: callbacks now and then stall for half a minute there.
@@ -279,54 +282,42 @@ _interpret.multiple_results = True
 
 
 @_interpret.def_impl
-def _run(*arrays, kernel, scalars, outputs, programs, aliases, constants):
-    results = _run_numpy(
-        *arrays,
-        kernel=kernel,
-        scalars=scalars,
-        outputs=outputs,
-        programs=programs,
-        aliases=aliases,
-        constants=constants,
-    )
-    return [jax.numpy.asarray(each) for each in results]
+def _run(*arrays, **params):
+    return [jax.numpy.asarray(each) for each in _run_numpy(*arrays, **params)]
 
 
 @_interpret.def_abstract_eval
 def _shapes(*_, outputs, **__):
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in outputs]
+    return [jax.core.ShapedArray(shape, dtype) for _, shape, dtype in outputs]
 
 
 def _callback(*arrays, outputs, **params):
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs]
     return jax.pure_callback(lambda *values: _run_numpy(*values, outputs=outputs, **params), shapes, *arrays)
 
 
 mlir.register_lowering(_interpret, mlir.lower_fun(_callback, multiple_results=True))
 
 
-def _run_numpy(*arrays, kernel, scalars, outputs, programs, aliases, constants):
-    values = [np.array(each, order="C") for each in arrays]
-    results = []
-    for shape, dtype in outputs:
-        poisoned = np.empty(shape, dtype)
-        poisoned.view(np.uint8)[...] = 0xFF  # NaN in every floating-point dtype, -1 in int32
-        results.append(poisoned)
-    for source, target in aliases:
-        results[target][...] = values[source]
-        values[source] = results[target]
-    arguments = [Pointer(each) for each in values]
-    for i, each in scalars:
-        arguments.insert(i, each)
-    _execute(kernel, arguments + [Pointer(each) for each in results], programs, dict(constants))
-    return results
+def _run_numpy(*arrays, kernel, fields, names, sizes, outputs, in_place, programs, constants):
+    given = {name: np.array(each, order="C") for name, each in zip(names, arrays, strict=True)}
+    before, results = dict(in_place), {}
+    for name, shape, dtype in outputs:
+        results[name] = np.empty(shape, dtype)
+        results[name].view(np.uint8)[...] = 0xFF  # NaN in every floating-point dtype, -1 in int32
+        if name in before:
+            results[name][...] = given[before[name]]
+            given[before[name]] = results[name]
+    pointers = {name: Pointer(each) for name, each in {**given, **results}.items()}
+    _execute(kernel, _launch.named(fields, {**pointers, **dict(sizes)}), programs, constants)
+    return list(results.values())
 
 
 # XLA calls back from several threads at once, and the interpreter has one place for what runs and where
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _execute(kernel, arguments, programs, constants):
+def _execute(kernel, arrays, programs, constants):
     from triton.runtime import interpreter
 
     class Executor(interpreter.GridExecutor):
@@ -339,4 +330,4 @@ def _execute(kernel, arguments, programs, constants):
 
     with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*arguments, **constants)
+        Executor(kernel.rewrite(), kernel.arg_names, (programs,))(arrays, constants)

@@ -1,17 +1,52 @@
-"""The only importer of jax-triton: whether Triton kernels can run here, and one way to launch them."""
+"""The one way to Triton: how a kernel is cut, what it is given, and how jax-triton, imported here alone, launches it.
 
+A kernel is a function `kernel(p, CALL)`. `p` is a named tuple of its arrays and sizes, in which what a call does not
+have is `None`, and `CALL` the record of all that it is compiled for.
+"""
+
+import ast
+import collections
 import functools
 import importlib
 import inspect
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels import _varying
 
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut: rows and columns of a program's tile, warps, and pipeline stages.
+
+    The rows are those of the state that a recurrence carries, and attention's queries; the columns are the state's
+    others, and attention's keys. `joined` is attention's: a walk is one loop that finds out which tiles are at an edge,
+    not a loop for each edge and one for what is between, so that loads never stop.
+    """
+
+    rows: int
+    columns: int = 256
+    _: KW_ONLY
+    warps: int = 4
+    stages: int = 1
+    joined: bool = False
+
+
+def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def padded(dim: int, least: int = 16) -> int:
+    """The least power of two that holds `dim`; dots need 16."""
+    return max(least, 1 << (dim - 1).bit_length())
 
 
 @functools.cache
@@ -49,49 +84,115 @@ def capability() -> int | None:
 
 def launch(
     kernel: Any,
-    *arguments: Any,
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    inputs: Mapping[str, jax.Array | int | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    *,
+    constants: Any,
     programs: int,
-    num_warps: int,
-    num_stages: int,
-    aliases: dict[int, int] | None = None,
-    **constants: Any,
-) -> tuple[jax.Array, ...]:
-    """Runs `kernel` as `programs` programs; its outputs follow its arguments, `constants` are its constexprs."""
+    tile: Tile,
+    in_place: Mapping[str, jax.Array] | None = None,
+) -> Any:
+    """Runs `kernel` as `programs` programs; returns its outputs as a named tuple, `None` where one is.
+
+    Outputs that are in `in_place` start as these arrays, in their memory.
+    """
     if isinstance(module := _jax_triton(), str):
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
+    given, made, before = operands(inputs, outputs, in_place)
+    parameters = list(given)
+    aliases = {parameters.index(source): list(made).index(name) for name, source in before.items()}
     call = functools.partial(
         module.triton_call,
-        kernel=kernel,
+        kernel=flat(kernel, (*inputs, *outputs), (*given, *made)),
         grid=(programs,),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        CALL=constants,
     )
+    arguments = list(given.values())
     if "out_type" not in inspect.signature(module.triton_call).parameters:
-        results = call(*arguments, out_shape=tuple(outputs), input_output_aliases=aliases or {})
+        results = call(*arguments, out_shape=tuple(made.values()), input_output_aliases=aliases)
     else:
-        results = _call_as_of_0_4(call, arguments, tuple(outputs), aliases or {})
+        results = _call_as_of_0_4(call, arguments, list(made), tuple(made.values()), aliases)
     # jax-triton forgets over which axes of a mesh its results vary
     arrays = [each for each in arguments if isinstance(each, jax.Array)]
-    return tuple(_varying.align((*arrays, *results))[len(arrays) :])
+    results = _varying.align((*arrays, *results))[len(arrays) :]
+    return named(outputs, dict(zip(made, results, strict=True)))
+
+
+def operands(
+    inputs: Mapping[str, Any], outputs: Mapping[str, Any], in_place: Mapping[str, jax.Array] | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The arguments of a launch by name, its outputs, and of those that are in place the name of their argument.
+
+    That is the input which is the same array, if one is: as another argument it would be copied.
+    """
+    sizes = {name: each for name, each in inputs.items() if isinstance(each, int)}
+    arrays = {name: each for name, each in inputs.items() if each is not None and name not in sizes}
+    before = {}
+    for name, each in (in_place or {}).items():
+        before[name] = next((known for known, array in arrays.items() if array is each), f"{name}_before")
+        arrays[before[name]] = each
+    # sizes come last: aliases count arrays alone
+    return arrays | sizes, {name: each for name, each in outputs.items() if each is not None}, before
+
+
+def named(names: Mapping[str, Any] | Sequence[str], values: Mapping[str, Any]) -> Any:
+    """A named tuple of these names; those without a value are `None`."""
+    return _tuple_of(tuple(names))(*(values.get(name) for name in names))
+
+
+@functools.cache
+def _tuple_of(names: tuple[str, ...]) -> Any:
+    return collections.namedtuple("Arrays", names)
+
+
+@functools.cache
+def flat(kernel: Any, fields: tuple[str, ...], parameters: tuple[str, ...]) -> Any:
+    """`kernel`, whose `p` has these fields, with parameters instead of `p`: jax-triton passes arrays one by one.
+
+    Fields that are no parameter are `None`, and parameters that are no field nobody reads.
+    """
+    jit = importlib.import_module("triton.runtime.jit")
+    source = kernel.fn
+
+    class Flat(jit.JITFunction):  # type: ignore[name-defined]
+        def parse(self) -> ast.Module:
+            tree: ast.Module = super().parse()
+            function = tree.body[0]
+            assert isinstance(function, ast.FunctionDef)
+            values = ", ".join(_parameter(name) if name in parameters else "None" for name in fields)
+            (packed,) = ast.parse(f"{function.args.args[0].arg} = Arrays({values})").body
+            function.args.args[:1] = [ast.arg(_parameter(name)) for name in parameters]
+            function.body.insert(0, packed)
+            return ast.fix_missing_locations(tree)
+
+    function = types.FunctionType(source.__code__, source.__globals__ | {"Arrays": _tuple_of(fields)}, source.__name__)
+    each = [inspect.Parameter(_parameter(name), inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
+    _, constants = inspect.signature(source).parameters.values()
+    function.__signature__ = inspect.Signature([*each, constants])  # type: ignore[attr-defined]
+    return Flat(function)
+
+
+def _parameter(name: str) -> str:
+    """What a field's parameter is called: by a name that hides nothing which the kernel reads."""
+    return f"given_{name}"
 
 
 def _call_as_of_0_4(
     call: functools.partial[Any],
     arguments: Sequence[Any],
+    names: Sequence[str],
     outputs: tuple[jax.ShapeDtypeStruct, ...],
     aliases: dict[int, int],
 ) -> tuple[jax.Array, ...]:
-    """Our kernels have a parameter for each output. jax-triton 0.4 has none for an output that is aliased to an input.
+    """Kernels have a parameter for each output. jax-triton 0.4 has none for an output that is aliased to an input.
 
     So that parameter gets the input once more, and it is this one which the output is aliased to. The other may be a
     copy, or the same memory, as it was before 0.4.
     """
-    kernel = call.keywords["kernel"]
-    names = [each.name for each in kernel.params if not each.is_constexpr][len(arguments) :]
     of_outputs = sorted((output, argument) for argument, output in aliases.items())
-    again = {names[output]: arguments[argument] for output, argument in of_outputs}
+    again = {_parameter(names[output]): arguments[argument] for output, argument in of_outputs}
     renumbered = {len(arguments) + i: output for i, (output, _) in enumerate(of_outputs)}
     with warnings.catch_warnings():
         # 0.4 would rather have references, which 0.3 does not know

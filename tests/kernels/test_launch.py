@@ -1,7 +1,15 @@
 """Launching Triton kernels without a GPU: what jax-triton is asked for, and what is said where it is missing."""
 
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -9,9 +17,23 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile
+from ejkernel.kernels.attention.call import Call as attention_call
+from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.triton import launcher as attention
+from ejkernel.kernels.delta_rule.call import Call as delta_rule_call
+from ejkernel.kernels.delta_rule.triton import launcher as delta_rule
+from ejkernel.kernels.linear_recurrence.call import Call as linear_recurrence_call
+from ejkernel.kernels.linear_recurrence.triton import launcher as linear_recurrence
 
-X = jnp.ones((2, 3))
-OUTPUTS = [jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
+X, Y = jnp.ones((2, 3)), jnp.zeros((2, 3))
+OUTPUTS = {"first": jax.ShapeDtypeStruct((4,), jnp.float32), "second": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+@dataclass(frozen=True)
+class Constants:
+    block: int
+    start: bool = False
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +51,10 @@ def asked():
     return {}
 
 
-KERNEL = SimpleNamespace(
-    params=[SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "n", "BLOCK", "first", "second")]
-)
+@pytest.fixture
+def flat(monkeypatch):
+    """What kernels are asked for with parameters instead of a tuple."""
+    monkeypatch.setattr(_launch, "flat", lambda *given: given)
 
 
 def older(asked):
@@ -53,42 +76,130 @@ def newer(asked):
 
 
 @pytest.mark.parametrize(
-    "version, aliases, named",
+    "version, in_place, parameters, aliases, named",
     [
-        (older, None, {"input_output_aliases": {}}),
-        (older, {0: 1}, {"input_output_aliases": {0: 1}}),
-        (newer, None, {"input_output_aliases": {}}),
-        # an aliased output has no parameter of its own there: ours is one more operand, the third, aliased in its place
-        (newer, {0: 1}, {"input_output_aliases": {2: 1}, "second": X}),
+        (older, None, (), {}, {}),
+        (older, {"second": Y}, ("second_before",), {1: 1}, {}),
+        # an input that is updated in place is one argument
+        (older, {"second": X}, (), {0: 1}, {}),
+        (newer, None, (), {}, {}),
+        # an aliased output has no parameter of its own there: ours is one more operand, aliased in its place
+        (newer, {"second": Y}, ("second_before",), {3: 1}, {"given_second": Y}),
     ],
 )
-def test_launch_asks_either_version_of_jax_triton(version, aliases, named, asked, monkeypatch):
+def test_launch_asks_either_version_of_jax_triton(
+    version, in_place, parameters, aliases, named, asked, flat, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=version(asked)))
     results = _launch.launch(
-        KERNEL, X, 7, outputs=OUTPUTS, programs=5, num_warps=4, num_stages=2, aliases=aliases, BLOCK=16
+        "kernel",
+        {"x": X, "gate": None, "n": 7},
+        OUTPUTS | {"third": None},
+        constants=Constants(16),
+        programs=5,
+        tile=Tile(16, warps=8, stages=2),
+        in_place=in_place,
     )
-    assert [(each.shape, each.dtype) for each in results] == [((4,), jnp.float32), ((), jnp.int32)]
+    assert results._fields == ("first", "second", "third")
+    assert [(each.shape, each.dtype) for each in results[:2]] == [((4,), jnp.float32), ((), jnp.int32)]
+    assert results.third is None
+    fields = ("x", "gate", "n", "first", "second", "third")
     assert asked == named | {
-        "arguments": (X, 7),
-        "kernel": KERNEL,
-        "outputs": tuple(OUTPUTS),
+        # jax-triton's aliases count arrays alone, so no size may come before one
+        "arguments": (X, *([Y] if parameters else []), 7),
+        "kernel": ("kernel", fields, ("x", *parameters, "n", "first", "second")),
+        "outputs": tuple(OUTPUTS.values()),
         "grid": (5,),
-        "num_warps": 4,
+        "num_warps": 8,
         "num_stages": 2,
-        "BLOCK": 16,
+        "CALL": Constants(16),
+        "input_output_aliases": aliases,
     }
 
 
-def test_two_aliases_in_the_order_of_the_outputs(asked, monkeypatch):
+def test_two_aliases_in_the_order_of_the_outputs(asked, flat, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=newer(asked)))
     y = X + 1
-    params = [SimpleNamespace(name=name, is_constexpr=False) for name in ("x", "y", "first", "second")]
-    kernel = SimpleNamespace(params=params)
-    _launch.launch(kernel, X, y, outputs=OUTPUTS, programs=1, num_warps=1, num_stages=1, aliases={0: 1, 1: 0})
-    assert asked["first"] is y and asked["second"] is X
+    before = {"second": X, "first": y}
+    _launch.launch("kernel", {}, OUTPUTS, constants=Constants(16), programs=1, tile=Tile(16), in_place=before)
+    assert asked["given_first"] is y and asked["given_second"] is X
     assert asked["input_output_aliases"] == {2: 0, 3: 1}
+
+
+def test_parameters_instead_of_a_tuple():
+    """A kernel's fields become parameters, in order, and those that are absent `None`."""
+    pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
+    script = Path(__file__).parents[1] / "triton_flat.py"
+    # a process of its own: once Triton interprets, as it does in other tests, it compiles no more
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {
+        "names": ["given_x", "given_n", "given_out_before", "given_out", "CALL"],
+        "constant": [False, False, False, False, True],
+        "loads": 1,
+        "stored by": 3,
+    }
+
+
+def test_what_jax_triton_makes_of_a_launch():
+    """It takes the kernel, and the state is updated in place."""
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax-triton is not installed (the extra cuda)")
+    script = Path(__file__).parents[1] / "triton_lowered.py"
+    env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    (call,) = [line for line in run.stdout.splitlines() if "@triton_kernel_call" in line]
+    operands = re.search(r"@triton_kernel_call\((.*?)\)", call)[1].split(", ")
+    # query, key, value, and the state that it starts from, once
+    assert len(operands) == 4
+    assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 3,", call), call
+
+
+def test_device_code_has_few_parameters():
+    """What a kernel is given comes as one tuple and one record, and of what its functions share as little as can be."""
+    functions = []
+    for path in Path(_launch.__file__).parent.glob("*/triton/device/*.py"):
+        functions += [each for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)]
+    assert len(functions) > 100
+    assert max(len(each.args.args) for each in functions) <= 16
+
+
+def linear_recurrence_launcher():
+    call = linear_recurrence_call(1, 32, 1, 16, 16, 1, False, "none", False, 1.0, False, jnp.dtype("bfloat16"))
+    return linear_recurrence.Launcher.of(call, linear_recurrence.Plan.of(call), None)
+
+
+def delta_rule_launcher():
+    call, x = (
+        delta_rule_call(1, 32, 1, 16, 16, 1, False, "none", 1.0, False, jnp.dtype("bfloat16")),
+        X[None, :, :, None],
+    )
+    return delta_rule.Launcher.of(call, delta_rule.Plan.of(call), x, x, x, None)
+
+
+def attention_launcher():
+    fixed = dict.fromkeys(("left", "right", "mask_shape", "bias_shape", "bias_dtype", "sinks", "soft_cap"))
+    sizes = dict.fromkeys(("batch", "queries", "keys", "heads", "kv_heads", "key_dim", "value_dim"), 16)
+    names = ("query_dtype", "key_dtype", "value_dtype", "dtype", "softmax_dtype")
+    call = attention_call(**fixed, **sizes, **dict.fromkeys(names, jnp.dtype("float32")), scale=1.0, dropout=0.0)
+    x = jnp.zeros((16,) * 4)
+    return attention.Launcher.of(call, attention.Plan.of(call), Inputs(x, x, x, *[None] * 7))
+
+
+@pytest.mark.parametrize("make", [linear_recurrence_launcher, delta_rule_launcher, attention_launcher])
+def test_a_constant_that_kernels_do_not_know_is_an_error(make, monkeypatch):
+    """Misspelt, it is not dropped, and nothing is launched."""
+    launched = []
+    monkeypatch.setattr(_launch, "launch", lambda *_, constants, **__: launched.append(constants))
+    make().launch("kernel", {}, {}, programs=1, tile=Tile(16, 16), scale=7.0)
+    assert [each.scale for each in launched] == [7.0]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
+        make().launch("kernel", {}, {}, programs=1, tile=Tile(16, 16), scales=7.0)
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize("missing", ["triton", "jax_triton"])
@@ -98,7 +209,7 @@ def test_without_the_packages(missing, monkeypatch):
     with pytest.raises(
         RuntimeError, match=f"^Triton kernels cannot be launched here: ModuleNotFoundError: .*{missing}"
     ):
-        _launch.launch("kernel", X, outputs=OUTPUTS, programs=1, num_warps=1, num_stages=1)
+        _launch.launch("kernel", {"x": X}, OUTPUTS, constants=Constants(16), programs=1, tile=Tile(16))
     monkeypatch.setattr(_launch, "capability", lambda: 90)
     found = _launch.unavailable()
     assert found.startswith(

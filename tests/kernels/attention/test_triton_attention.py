@@ -17,9 +17,10 @@ from triton_attention_cases import FEW, GROUPED, LONG, exact, expected, options_
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.attention import triton, xla
 from ejkernel.kernels.attention.triton import backward, plan
-from ejkernel.kernels.attention.triton.plan import Config, Tile
+from ejkernel.kernels.attention.triton.plan import Config
 from ejkernel.parallel import ring_attention
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
@@ -29,15 +30,16 @@ if _launch.capability() is not None:
 from triton_interpreter import interpreted
 
 # the smallest tiles that dots take, so that a few dozen tokens are several blocks, walked in every way there is
-TILE = Tile(16, 16, 4, 1)
+TILE = Tile(16, 16)
 JOINED = replace(TILE, joined=True)
+OTHERS = {"bias": TILE, "decoding": TILE}
 SMALL = {
-    plan.PACKED: Config(JOINED, JOINED, JOINED, TILE, TILE),
-    plan.SHORT: Config(TILE, TILE, JOINED, TILE, TILE),
-    plan.LONG: Config(TILE, TILE, TILE, TILE, TILE, apart=True),
-    plan.MASKED: Config(JOINED, TILE, JOINED, TILE, TILE),
-    plan.BIASED: Config(JOINED, JOINED, TILE, TILE, TILE),
-    plan.BIASED_WIDE: Config(TILE, JOINED, TILE, TILE, TILE, apart=True),
+    plan.PACKED: Config(forward=JOINED, query=JOINED, key=JOINED, **OTHERS),
+    plan.SHORT: Config(forward=TILE, query=TILE, key=JOINED, **OTHERS),
+    plan.LONG: Config(forward=TILE, query=TILE, key=TILE, **OTHERS, apart=True),
+    plan.MASKED: Config(forward=JOINED, query=TILE, key=JOINED, **OTHERS),
+    plan.BIASED: Config(forward=JOINED, query=JOINED, key=TILE, **OTHERS),
+    plan.BIASED_WIDE: Config(forward=TILE, query=JOINED, key=TILE, **OTHERS, apart=True),
 }
 # one tile would hold all of these, and the one above has already seen what they differ in
 SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
@@ -371,18 +373,19 @@ def test_configurations_are_whole(monkeypatch, capability, dim, wide, walk):
     monkeypatch.undo()
     config = plan.configure(capability, wide, 2 * dim, walk)
     for tile in (config.forward, config.query, config.key, config.bias, config.decoding):
-        assert all(each & (each - 1) == 0 for each in (tile.queries, tile.keys, tile.warps))
-        assert min(tile.queries, tile.keys) >= 16
+        assert all(each & (each - 1) == 0 for each in (tile.rows, tile.columns, tile.warps))
+        assert min(tile.rows, tile.columns) >= 16
 
 
 def test_compile_key_does_not_depend_on_length(monkeypatch):
     """What is constant in a kernel is the same for any number of tokens, sequences and packing of a kind."""
     seen = []
 
-    def record(kernel, *arguments, outputs, programs, **rest):
-        kinds = [type(each) if isinstance(each, int) else each.dtype for each in (*arguments, *outputs)]
-        seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
-        return tuple(jnp.zeros(each.shape, each.dtype) for each in outputs)
+    def record(kernel, inputs, outputs, *, constants, programs, tile, in_place=None):
+        given = {name: each for name, each in {**inputs, **outputs}.items() if each is not None}
+        kinds = {name: type(x) if isinstance(x, int) else x.dtype for name, x in given.items()}
+        seen.append((kernel.__name__, str(kinds), tile, constants))
+        return _launch.named(outputs, {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items() if x})
 
     # undone before the interpreter is, which would leave it behind otherwise
     with monkeypatch.context() as patch:

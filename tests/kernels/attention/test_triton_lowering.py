@@ -32,11 +32,13 @@ def _lowered(context, *arrays, outputs, name):
 mlir.register_lowering(_launched, _lowered, platform="cuda")
 
 
-def launch(kernel, *arguments, outputs, **_):
-    arrays = [each for each in arguments if not isinstance(each, int)]
-    shapes = tuple((each.shape, np.dtype(each.dtype)) for each in outputs)
+def launch(kernel, inputs, outputs, **_):
+    arrays = [each for each in inputs.values() if not isinstance(each, int | None)]
+    made = {name: each for name, each in outputs.items() if each is not None}
+    shapes = tuple((each.shape, np.dtype(each.dtype)) for each in made.values())
     results = _launched.bind(*arrays, outputs=shapes, name=kernel.__name__)
-    return tuple(_varying.align((*arrays, *results))[len(arrays) :])
+    results = _varying.align((*arrays, *results))[len(arrays) :]
+    return _launch.named(outputs, dict(zip(made, results, strict=True)))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from triton_delta_rule_cases import (
 
 import ejkernel
 from ejkernel.kernels import _launch
-from ejkernel.kernels.chunks.triton.launching import Tile
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton import configs, launcher
@@ -40,7 +40,9 @@ TOLERANCE = {
 
 def small(chunk=16, block=16, fill=0):
     """Small blocks: several chunks, and blocks of dims, in a few dozen tokens."""
-    return Config(chunk, "ieee", "ieee", Tile(block, 4, 1), 2, *[Tile(block, 4, 1)] * 6, block, Tile(block, 4, 1), fill)
+    names = ("system", "gated", "forward", "forward_only", "effects", "backward", "gradients", "step")
+    tiles = dict.fromkeys(names, Tile(block))
+    return Config(chunk=chunk, precision="ieee", invert="ieee", heads=2, key_block=block, fill=fill, **tiles)
 
 
 @pytest.fixture(autouse=True)

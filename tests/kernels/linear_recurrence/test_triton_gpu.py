@@ -134,7 +134,7 @@ def test_contract(shape, decay, gate):
 @pytest.mark.parametrize("shape", [*SHAPES, {"name": "wide", "V": 512, "T": 320}], ids=lambda x: x["name"])
 def test_row_dots_by_token(monkeypatch, shape):
     """Also of what the kernel whose rows are tokens is not yet used for."""
-    monkeypatch.setattr(Launcher, "by_token", property(lambda self: self.config.dots is not None))
+    monkeypatch.setattr(Launcher, "by_token", property(lambda self: self.config.head_gate_gradient is not None))
     check(replace(BASE, decay="head", gate="resets", **shape))
 
 

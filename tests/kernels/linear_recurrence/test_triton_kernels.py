@@ -26,10 +26,11 @@ from triton_cases import (
 
 import ejkernel
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence.triton import across_heads, configs
-from ejkernel.kernels.linear_recurrence.triton.configs import Config, Tile
+from ejkernel.kernels.linear_recurrence.triton.configs import Config
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
@@ -40,8 +41,9 @@ from triton_interpreter import interpreted
 
 # Small blocks: several chunks, groups and time segments in a few dozen tokens. A thread of the exact path has an eighth
 # of a chunk's rows, as on Hopper.
-TILE = Tile(16, 4, 1)
-SMALL = Config(16, 2, 40.0, "ieee", TILE, TILE, replace(TILE, warps=1), TILE, 16, TILE)
+TILE = Tile(16)
+TILES = {"output": TILE, "gradient": TILE, "head_gate_gradient": TILE, "exact": replace(TILE, warps=1), "step": TILE}
+SMALL = Config(chunk=16, group=2, limit=40.0, fill=16, **TILES)
 TOLERANCE = {
     "float32": {"other": 3e-6, "decay": 1e-5},
     "float16": {"other": 2e-3, "decay": 1e-2},
@@ -317,8 +319,8 @@ def test_dims_in_parts(monkeypatch, case):
     """More dims than a program carries, the last part of them not full."""
     tile = replace(SMALL.output, columns=16)
     # the walk that meets states is cut otherwise than the one that stores them
-    meeting = replace(tile, block=32)
-    parts = replace(SMALL, output=tile, gradient=tile, dots=tile, segments=tile, unfold=16, meeting=meeting)
+    meeting = {"key_gate_query_gradient": replace(tile, rows=32)}
+    parts = replace(SMALL, output=tile, gradient=tile, head_gate_gradient=tile, segments=tile, unfold=16, **meeting)
     monkeypatch.setattr(configs, "configure", lambda *_: parts)
     check(case)
 
@@ -326,7 +328,7 @@ def test_dims_in_parts(monkeypatch, case):
 @pytest.mark.parametrize("wide", [False, True])
 def test_largest_blocks(monkeypatch, wide):
     """The chunk of 64 tokens that Hopper uses, on a length that fills none."""
-    config = replace(SMALL, chunk=64, group=4, output=Tile(32, 8, 1))
+    config = replace(SMALL, chunk=64, group=4, output=Tile(32, warps=8))
     monkeypatch.setattr(configs, "configure", lambda *_: config)
     check(Case("large", T=75, B=1, gate="strong", dtype="float32" if wide else "bfloat16"))
 
@@ -416,11 +418,11 @@ def test_supports_says_why():
 def test_configurations_are_whole(monkeypatch, capability, dim, wide):
     monkeypatch.undo()
     config = configs.configure(capability, wide, dim)
-    meeting = config.meeting or config.gradient
+    meeting = config.key_gate_query_gradient or config.gradient
     for number in (
         config.chunk,
         config.group,
-        *(each.block for each in (config.output, config.gradient, meeting, config.exact)),
+        *(each.rows for each in (config.output, config.gradient, meeting, config.exact)),
     ):
         assert number & (number - 1) == 0
     assert config.chunk >= 16
@@ -433,11 +435,11 @@ def test_compile_key_does_not_depend_on_length(monkeypatch):
     seen = []
     real = _launch.launch
 
-    def record(kernel, *arguments, outputs, **rest):
-        rest.pop("programs"), rest.pop("aliases", None)
-        kinds = [type(each) if isinstance(each, int) else each.dtype for each in (*arguments, *outputs)]
-        seen.append((kernel.__name__, str(kinds), str(sorted(rest.items()))))
-        return real(kernel, *arguments, outputs=outputs, programs=0, **{k: v for k, v in rest.items()})
+    def record(kernel, inputs, outputs, *, constants, tile, **rest):
+        given = {name: each for name, each in {**inputs, **outputs}.items() if each is not None}
+        kinds = {name: type(x) if isinstance(x, int) else x.dtype for name, x in given.items()}
+        seen.append((kernel.__name__, str(kinds), tile, constants))
+        return real(kernel, inputs, outputs, constants=constants, tile=tile, **rest | {"programs": 0})
 
     keys = []
     # undone before the interpreter is, which would leave it behind otherwise

@@ -1,15 +1,17 @@
 """The forward pass as launches of Triton kernels."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group, live_tokens
 from ejkernel.kernels.attention.triton.launcher import Launcher, device
-from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
+from ejkernel.kernels.attention.triton.plan import Plan
 
 
 def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -25,52 +27,38 @@ def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array
         inputs = inputs._replace(value=jnp.where(seen, inputs.value, 0))
     launcher = Launcher.of(call, plan, inputs)
     tile = plan.config.forward
-    return launcher.launch(
-        device("forward").forward,
-        *launcher.tokens[:5],
-        inputs.sinks,
-        inputs.dropout_key,
-        *launcher.places,
-        *launcher.sizes,
-        outputs=_results(launcher),
-        programs=launcher.blocks(tile.queries) * call.heads,
-        tile=tile,
-    )
+    programs = launcher.blocks(tile.rows) * call.heads
+    kernel, results = device("forward").forward, _results(launcher)
+    output, top, total = launcher.launch(kernel, launcher.arrays, results, programs=programs, tile=tile)
+    return output, top, total
 
 
 def _decode(launcher: Launcher) -> tuple[Array, Array, Array]:
     """Parts of the keys side by side, then merged."""
     call, parts = launcher.call, launcher.plan.decoding_parts
-    config = launcher.plan.config.decoding
-    tile = Tile(power(call.queries * call.groups), config.keys, config.warps, config.stages)
     rows = (call.batch, call.queries, call.heads, parts)
     summed = launcher.launch(
         device("decoding").attend_part,
-        *launcher.tokens,
-        launcher.inputs.query_offset,
-        call.queries,
-        call.keys,
-        *launcher.bounds,
-        outputs=[launcher.like(*rows, call.value_dim), launcher.like(*rows), launcher.like(*rows)],
+        launcher.arrays,
+        {"sum": shape(*rows, call.value_dim), "top": shape(*rows), "total": shape(*rows)},
         programs=call.batch * parts * call.kv_heads,
-        tile=tile,
-        PARTS=parts,
+        tile=replace(launcher.plan.config.decoding, rows=padded(call.queries * call.groups)),
+        parts=parts,
     )
-    return launcher.launch(
+    output, top, total = launcher.launch(
         device("decoding").merge_parts,
-        *summed,
-        launcher.inputs.sinks,
-        call.queries,
-        outputs=_results(launcher),
+        {"sum": summed.sum, "part_top": summed.top, "part_total": summed.total, "sinks": launcher.inputs.sinks},
+        _results(launcher),
         programs=call.batch * call.queries * call.heads,
-        tile=Tile(1, 1, 4, 1),
-        PARTS=parts,
-        BPARTS=power(parts, 1),
+        tile=Tile(rows=1, columns=1),
+        parts=parts,
+        part_block=padded(parts, 1),
     )
+    return output, top, total
 
 
-def _results(launcher: Launcher) -> list[Any]:
+def _results(launcher: Launcher) -> dict[str, Any]:
     call = launcher.call
-    rows = launcher.like(call.batch, call.heads, call.queries)
-    output = launcher.like(call.batch, call.queries, call.heads, call.value_dim, dtype=call.residual_dtype)
-    return [output, rows, rows]
+    rows = shape(call.batch, call.heads, call.queries)
+    output = shape(call.batch, call.queries, call.heads, call.value_dim, dtype=call.residual_dtype)
+    return {"output": output, "top": rows, "total": rows}

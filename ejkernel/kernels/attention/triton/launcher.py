@@ -2,35 +2,33 @@
 
 import importlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.attention import dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.triton.plan import Plan, Tile, power
+from ejkernel.kernels.attention.triton.plan import Plan
 from ejkernel.xla_utils.utils import cdiv
 
 LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
 _FAR = (1 << 31) - 1  # as far as int32 goes
-# as in `tiles`
+# as in `device.tiles`
 _WAYS = 64
 _ALIGNED = 16
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-DEVICE = {
-    "forward": "ejkernel.kernels.attention.triton.forward_kernels",
-    "backward": "ejkernel.kernels.attention.triton.backward_kernels",
-    "bias": "ejkernel.kernels.attention.triton.bias_kernels",
-    "decoding": "ejkernel.kernels.attention.triton.decoding_kernels",
-}
+_NAMES = ("forward", "backward", "bias", "decoding")
+DEVICE = {name: f"ejkernel.kernels.attention.triton.device.{name}" for name in _NAMES}
 
 
 def device(name: str) -> Any:
@@ -45,6 +43,55 @@ def _aligned(pairs: Array | None) -> Array | None:
     return jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), (0, -pairs.shape[3] % _ALIGNED)))
 
 
+def _layout(pairs: Array | None) -> tuple[int, int]:
+    """Which axes of a mask or a bias are not broadcast, and its heads."""
+    if pairs is None:
+        return 0, 1
+    rows, heads, queries, keys = pairs.shape
+    axes = (_ROWS if rows > 1 else 0) | (_QUERIES if queries > 1 else 0) | (_KEYS if keys > 1 else 0)
+    return _PRESENT | axes, heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels are compiled for; device code gets it as `CALL`."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_block: int  # dims, padded
+    value_block: int
+    rows: int  # queries a tile
+    columns: int  # keys a tile
+    joined: bool  # as in `Tile`
+    packed: bool
+    offsets: int  # none, one for all rows, or one each
+    left: bool  # whether keys are bounded on that side
+    right: bool
+    mask: int  # its layout, as in `device.tiles`
+    mask_heads: int
+    bias: int
+    bias_heads: int
+    sinks: int
+    sink_heads: int
+    sink_block: int
+    scale: float
+    cap: float
+    linear: bool  # the scale is applied with the exponential
+    fast_tanh: bool
+    least: int  # what dropout keeps draws from this on, 0 if all
+    share: float  # what is kept is multiplied by this
+    precision: str
+    parts: int = 1  # of the keys, the heads or the tiles, for programs of their own
+    part_block: int = 1
+    has_d_lse: bool = False
+    folded: bool = False  # what is taken off scores travels with them
+    of_key: bool = False  # the key's gradient is asked for
+    of_value: bool = False
+    bounds_by_row: bool = False
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One call on its way to the device."""
@@ -52,34 +99,27 @@ class Launcher:
     call: Call
     plan: Plan
     inputs: Inputs
-    borders: tuple[Array | None, Array | None]  # of queries and keys
 
     @staticmethod
     def of(call: Call, plan: Plan, inputs: Inputs) -> "Launcher":
-        cu, cu_kv = (None if each is None else each.astype(jnp.int32) for each in inputs[7:9])
-        inputs = inputs._replace(mask=_aligned(inputs.mask), bias=_aligned(inputs.bias))
-        return Launcher(call, plan, inputs, (cu, cu_kv))
+        names = ("cu_seqlens", "cu_seqlens_kv")
+        borders = {name: each.astype(jnp.int32) for name in names if (each := getattr(inputs, name)) is not None}
+        inputs = inputs._replace(mask=_aligned(inputs.mask), bias=_aligned(inputs.bias), **borders)
+        return Launcher(call, plan, inputs)
 
     @property
-    def tokens(self) -> tuple[Any, ...]:
-        """Query, key, value, and what belongs to pairs of them."""
-        return *self.inputs[:5], self.inputs.dropout_key
+    def arrays(self) -> dict[str, Array | None]:
+        """The call's arrays, by the names that kernels have for them."""
+        named = self.inputs._asdict()
+        return {"words" if name == "dropout_key" else name: each for name, each in named.items()}
 
     @property
-    def places(self) -> tuple[Any, ...]:
-        """What says where queries and keys stand."""
-        return *self.borders, self.inputs.query_offset
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Queries, keys, sequences, how far apart those are that are looked at first, and bounds to both sides."""
-        count = self.call.sequences or 0
-        return self.call.queries, self.call.keys, count, cdiv(count + 1, _WAYS), *self.bounds
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        left, right = (_FAR if each is None else min(each, _FAR) for each in (self.call.left, self.call.right))
-        return left, right
+    def sizes(self) -> dict[str, int]:
+        """Rows, queries, keys, sequences, how far apart those are that are looked at first, and bounds of distance."""
+        call, count = self.call, self.call.sequences or 0
+        left, right = (_FAR if each is None else min(each, _FAR) for each in (call.left, call.right))
+        sizes = {"B": call.batch, "S": call.queries, "L": call.keys, "N": count, "apart": cdiv(count + 1, _WAYS)}
+        return sizes | {"left": left, "right": right}
 
     def blocks(self, size: int, of_keys: bool = False) -> int:
         """Blocks of `size` tokens of queries or keys; of packed sequences, as many as there may be."""
@@ -88,60 +128,52 @@ class Launcher:
             return count // size + self.call.sequences + 1
         return self.call.batch * cdiv(count, size)
 
-    def launch(self, kernel: Any, *arguments: Any, outputs: Any, programs: int, tile: Tile, **constants: Any) -> Any:
-        """Runs `kernel`; the query stands in for arrays that are not there, and constants it does not know are left."""
-        given = [self.inputs.query if each is None else each for each in arguments]
-        names = set(kernel.arg_names)
-        known = {name: each for name, each in (self._constants(tile) | constants).items() if name in names}
-        return _launch.launch(
-            kernel,
-            *given,
-            outputs=outputs,
-            programs=programs,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **known,
-        )
+    def launch(
+        self,
+        kernel: Any,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        programs: int,
+        tile: Tile,
+        **constants: Any,
+    ) -> Any:
+        """Runs `kernel`, which is told the call's sizes and constants, and more of these."""
+        known = replace(self._constants, rows=tile.rows, columns=tile.columns, joined=tile.joined, **constants)
+        return _launch.launch(kernel, {**inputs, **self.sizes}, outputs, constants=known, programs=programs, tile=tile)
 
-    def _constants(self, tile: Tile) -> dict[str, Any]:
+    @cached_property
+    def _constants(self) -> Constants:
         call, inputs = self.call, self.inputs
         offset, sinks = inputs.query_offset, inputs.sinks
-        mask, bias = (self._layout(each) for each in (inputs.mask, inputs.bias))
-        return {
-            "H": call.heads,
-            "HKV": call.kv_heads,
-            "D": call.key_dim,
-            "DV": call.value_dim,
-            "BD": power(call.key_dim),
-            "BDV": power(call.value_dim),
-            "BM": tile.queries,
-            "BN": tile.keys,
-            "PACKED": call.sequences is not None,
-            "OFFSETS": 0 if offset is None else min(offset.shape[0], 2),
-            "JOINED": tile.joined,
-            "LEFT": call.left is not None,
-            "RIGHT": call.right is not None,
-            "MASK": mask,
-            "MASK_HEADS": 1 if inputs.mask is None else inputs.mask.shape[1],
-            "BIAS": bias,
-            "BIAS_HEADS": 1 if inputs.bias is None else inputs.bias.shape[1],
-            "SINKS": 0 if sinks is None else sinks.shape[1],
-            "SINK_HEADS": 1 if sinks is None else sinks.shape[0],
-            "BSINKS": 1 if sinks is None else power(sinks.shape[1], 1),
-            "SCALE": float(call.scale),
-            "CAP": float(call.soft_cap or 0.0),
-            "LINEAR": call.soft_cap is None and inputs.bias is None and call.scale > 0,
-            "FAST": self.plan.fast_tanh,
-            "LEAST": dropout.least(call),
-            "SHARE": 1 / (1 - call.dropout),
-            "PRECISION": "tf32x3" if inputs.query.dtype == np.float32 else "ieee",
-        }
-
-    def _layout(self, pairs: Array | None) -> int:
-        if pairs is None:
-            return 0
-        rows, _, queries, keys = pairs.shape
-        return _PRESENT | (_ROWS if rows > 1 else 0) | (_QUERIES if queries > 1 else 0) | (_KEYS if keys > 1 else 0)
-
-    def like(self, *shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        mask, mask_heads = _layout(inputs.mask)
+        bias, bias_heads = _layout(inputs.bias)
+        return Constants(
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
+            key_block=padded(call.key_dim),
+            value_block=padded(call.value_dim),
+            rows=0,
+            columns=0,
+            joined=False,
+            packed=call.sequences is not None,
+            offsets=0 if offset is None else min(offset.shape[0], 2),
+            left=call.left is not None,
+            right=call.right is not None,
+            mask=mask,
+            mask_heads=mask_heads,
+            bias=bias,
+            bias_heads=bias_heads,
+            sinks=0 if sinks is None else sinks.shape[1],
+            sink_heads=1 if sinks is None else sinks.shape[0],
+            sink_block=1 if sinks is None else padded(sinks.shape[1], 1),
+            scale=float(call.scale),
+            cap=float(call.soft_cap or 0.0),
+            linear=call.soft_cap is None and inputs.bias is None and call.scale > 0,
+            fast_tanh=self.plan.fast_tanh,
+            least=dropout.least(call),
+            share=1 / (1 - call.dropout),
+            precision="tf32x3" if inputs.query.dtype == np.float32 else "ieee",
+        )

@@ -6,27 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 from ejkernel.kernels.attention.call import Call, common_dtype
 from ejkernel.xla_utils.utils import cdiv
 
-
-@dataclass(frozen=True)
-class Tile:
-    """How one kernel is cut: queries and keys a tile, warps, pipeline stages.
-
-    `joined`: a walk is one loop, which finds out which tiles are at an edge, rather than a loop for each edge and one
-    for what is between. Loads then never stop, which pays where walks are short.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    joined: bool = False
+_SQUARE, _FLAT = Tile(64, 64), Tile(16, 64, stages=2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All that a call's kernels are cut by.
 
@@ -42,60 +30,64 @@ class Config:
     forward: Tile
     query: Tile
     key: Tile
-    bias: Tile
-    decoding: Tile
+    bias: Tile = _SQUARE
+    decoding: Tile = _FLAT
     apart: bool = False
 
 
 # By shared memory a program may use, and by the padded dims of a key and a value together.
+# fmt: off
 _HALF = {
     LARGE: {
-        128: Config(
-            Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
-        ),
-        256: Config(
-            Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
-        ),
-        384: Config(
-            Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
-        ),
-        512: Config(
-            Tile(128, 64, 8, 2),
-            Tile(128, 32, 8, 2),
-            Tile(32, 128, 8, 2),
-            Tile(64, 64, 4, 1),
-            Tile(16, 64, 4, 2),
-            apart=True,
-        ),
+        128: Config(forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=3),
+            decoding=Tile(16, 128, stages=2)),
+        256: Config(forward=Tile(128, 64, warps=8, stages=3), query=Tile(128, 64, warps=8, stages=3),
+            key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2)),
+        384: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 64, warps=8, stages=2),
+            key=Tile(32, 128, warps=8, stages=3)),
+        512: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=2),
+            key=Tile(32, 128, warps=8, stages=2), apart=True),
     },
     MEDIUM: {
-        128: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 3)),
-        256: Config(
-            Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)
-        ),
-        512: Config(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
+        128: Config(forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=2), key=Tile(64, 64, stages=2),
+            decoding=Tile(16, 64, stages=3)),
+        256: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(64, 64, stages=2),
+            key=Tile(32, 64, stages=2)),
+        512: Config(forward=Tile(64, 32, stages=2), query=Tile(64, 32, warps=8, stages=2),
+            key=Tile(32, 64, warps=8, stages=2), bias=Tile(32, 32), decoding=Tile(16, 32, stages=2)),
     },
     SMALL: {
-        128: Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
-        256: Config(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
-        512: Config(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        128: Config(forward=Tile(64, 64, stages=2), query=Tile(64, 64, stages=2), key=Tile(64, 64, stages=2)),
+        256: Config(forward=Tile(64, 64, stages=2), query=Tile(64, 32, stages=2), key=Tile(32, 64, stages=2),
+            bias=Tile(32, 32), decoding=Tile(16, 32, stages=2)),
+        512: Config(forward=Tile(64, 32), query=Tile(32, 32), key=Tile(32, 32), bias=Tile(32, 32),
+            decoding=Tile(16, 32)),
     },
 }
 _FULL = {  # float32, whose products take three passes and twice the memory
     LARGE: {
-        128: Config(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(16, 64, 4, 2)),
-        256: Config(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
-        512: Config(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        128: Config(forward=Tile(64, 64, stages=2), query=Tile(64, 32, stages=2), key=Tile(32, 64, stages=2),
+            bias=Tile(32, 32)),
+        256: Config(forward=Tile(64, 32, stages=2), query=Tile(64, 32), key=Tile(32, 64), bias=Tile(32, 32),
+            decoding=Tile(16, 32, stages=2)),
+        512: Config(forward=Tile(64, 32, warps=8), query=Tile(32, 32), key=Tile(32, 32), bias=Tile(32, 32),
+            decoding=Tile(16, 32)),
     },
     MEDIUM: {
-        128: Config(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 2)),
-        256: Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
-        512: Config(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        128: Config(forward=Tile(64, 32, stages=2), query=Tile(32, 32, stages=2), key=Tile(32, 32, stages=2),
+            bias=Tile(32, 32), decoding=Tile(16, 32, stages=2)),
+        256: Config(forward=Tile(32, 32), query=Tile(32, 32), key=Tile(32, 32), bias=Tile(32, 32),
+            decoding=Tile(16, 32)),
+        512: Config(forward=Tile(16, 32), query=Tile(16, 16), key=Tile(16, 16), bias=Tile(16, 16),
+            decoding=Tile(16, 16)),
     },
     SMALL: {
-        128: Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
-        256: Config(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-        512: Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        128: Config(forward=Tile(32, 32), query=Tile(32, 32), key=Tile(32, 32), bias=Tile(32, 32),
+            decoding=Tile(16, 32)),
+        256: Config(forward=Tile(32, 16), query=Tile(16, 16), key=Tile(16, 16), bias=Tile(16, 16),
+            decoding=Tile(16, 16)),
+        512: Config(forward=Tile(16, 16), query=Tile(16, 16), key=Tile(16, 16), bias=Tile(16, 16),
+            decoding=Tile(16, 16)),
     },
 }
 # Two small programs a multiprocessor, one of which computes while the other waits: faster where walks are short, or
@@ -105,92 +97,46 @@ PACKED, SHORT, LONG = "packed", "short", "long"
 MASKED, BIASED, BIASED_WIDE = "masked", "biased", "biased, in float32"
 _BY_WALK: dict[tuple[str | int, int, str], Config] = {
     (LARGE, 256, PACKED): Config(
-        Tile(64, 32, 4, 3, joined=True),
-        Tile(64, 64, 4, 2, joined=True),
-        Tile(32, 64, 4, 3, joined=True),
-        Tile(64, 64, 4, 1),
-        Tile(16, 128, 4, 2),
-    ),
+        forward=Tile(64, 32, stages=3, joined=True), query=Tile(64, 64, stages=2, joined=True),
+        key=Tile(32, 64, stages=3, joined=True), decoding=Tile(16, 128, stages=2)),
     (LARGE, 256, SHORT): Config(
-        Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(64, 64, 4, 1), Tile(16, 128, 4, 2)
-    ),
-    (LARGE, 128, MASKED): Config(
-        Tile(128, 64, 8, 3, joined=True),
-        Tile(64, 64, 4, 3),
-        Tile(64, 64, 4, 3),
-        Tile(64, 64, 4, 1),
-        Tile(16, 128, 4, 2),
-    ),
+        forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=2), key=Tile(32, 64, stages=3),
+        decoding=Tile(16, 128, stages=2)),
+    (LARGE, 128, MASKED): Config(forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(64, 64, stages=3),
+        key=Tile(64, 64, stages=3), decoding=Tile(16, 128, stages=2)),
     (LARGE, 256, MASKED): Config(
-        Tile(128, 64, 8, 3, joined=True),
-        Tile(128, 64, 8, 3),
-        Tile(64, 128, 8, 3),
-        Tile(64, 64, 4, 1),
-        Tile(16, 128, 4, 2),
-    ),
-    **dict.fromkeys(
-        [(LARGE, 128, BIASED), (LARGE, 128, BIASED_WIDE)],
-        Config(
-            Tile(64, 64, 4, 3, joined=True),
-            Tile(64, 64, 4, 3),
-            Tile(64, 64, 4, 2),
-            Tile(64, 64, 4, 1),
-            Tile(16, 128, 4, 2),
-        ),
-    ),
+        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 64, warps=8, stages=3),
+        key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2)),
+    (LARGE, 128, BIASED): Config(
+        forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=2),
+        decoding=Tile(16, 128, stages=2)),
+    (LARGE, 128, BIASED_WIDE): Config(
+        forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=2),
+        decoding=Tile(16, 128, stages=2)),
     (LARGE, 256, BIASED): Config(
-        Tile(128, 64, 8, 3, joined=True),
-        Tile(128, 64, 8, 3),
-        Tile(32, 128, 8, 3),
-        Tile(128, 128, 8, 1),
-        Tile(16, 128, 4, 2),
-    ),
+        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 64, warps=8, stages=3),
+        key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8), decoding=Tile(16, 128, stages=2)),
     (LARGE, 256, BIASED_WIDE): Config(
-        Tile(128, 64, 8, 3, joined=True),
-        Tile(128, 32, 8, 3),
-        Tile(32, 128, 8, 3),
-        Tile(128, 128, 8, 1),
-        Tile(16, 128, 4, 2),
-    ),
-    (LARGE, 384, BIASED): Config(
-        Tile(128, 64, 8, 2),
-        Tile(128, 64, 8, 2),
-        Tile(32, 128, 8, 2),
-        Tile(64, 64, 4, 1),
-        Tile(16, 64, 4, 2),
-        apart=True,
-    ),
-    (LARGE, 384, BIASED_WIDE): Config(
-        Tile(128, 64, 8, 2),
-        Tile(128, 32, 8, 2),
-        Tile(32, 128, 8, 2),
-        Tile(64, 64, 4, 1),
-        Tile(16, 64, 4, 2),
-        apart=True,
-    ),
+        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 32, warps=8, stages=3),
+        key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8), decoding=Tile(16, 128, stages=2)),
+    (LARGE, 384, BIASED): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 64, warps=8, stages=2),
+        key=Tile(32, 128, warps=8, stages=2), apart=True),
+    (LARGE, 384, BIASED_WIDE): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=2),
+        key=Tile(32, 128, warps=8, stages=2), apart=True),
     (LARGE, 512, BIASED_WIDE): Config(
-        Tile(128, 32, 8, 2),
-        Tile(64, 32, 4, 2),
-        Tile(32, 64, 4, 2),
-        Tile(64, 64, 4, 1),
-        Tile(16, 64, 4, 2),
-        apart=True,
-    ),
+        forward=Tile(128, 32, warps=8, stages=2), query=Tile(64, 32, stages=2), key=Tile(32, 64, stages=2),
+        apart=True),
     # Hopper's memory to the last byte; a mask or a bias takes some, and Blackwell needs more
-    **dict.fromkeys(
-        [(90, 512, walk) for walk in (PACKED, SHORT, LONG)],
-        Config(
-            Tile(128, 64, 8, 2),
-            Tile(128, 32, 8, 3),
-            Tile(32, 128, 8, 3),
-            Tile(64, 64, 4, 1),
-            Tile(16, 64, 4, 2),
-            apart=True,
-        ),
-    ),
+    (90, 512, PACKED): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
+        key=Tile(32, 128, warps=8, stages=3), apart=True),
+    (90, 512, SHORT): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
+        key=Tile(32, 128, warps=8, stages=3), apart=True),
+    (90, 512, LONG): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
+        key=Tile(32, 128, warps=8, stages=3), apart=True),
 }
+# fmt: on
 # One stream over the output, before the backward walks.
-ROWS = Tile(64, 64, 8, 1)
+ROWS = Tile(64, 64, warps=8)
 # Programs that occupy the chip; with fewer, work is cut further where it can be.
 FILL = 264
 # A group's queries up to this many are decoded: their keys are cut in parts, of which there are at most so many.
@@ -206,11 +152,6 @@ def configure(capability: int, wide: bool, dims: int, walk: str) -> Config:
     if wide:
         return table[size]
     return _BY_WALK.get((capability, size, walk)) or _BY_WALK.get((memory, size, walk)) or table[size]
-
-
-def power(dim: int, least: int = 16) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
-    return max(least, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -237,8 +178,8 @@ class Plan:
         rows = call.batch * call.kv_heads
         parts = 0
         if decodes(call):
-            parts = max(1, min(FILL // rows, cdiv(call.keys, config.decoding.keys), MOST_PARTS))
-        programs = rows * cdiv(call.keys, config.key.keys)
+            parts = max(1, min(FILL // rows, cdiv(call.keys, config.decoding.columns), MOST_PARTS))
+        programs = rows * cdiv(call.keys, config.key.columns)
         enough = (each for each in range(1, call.groups) if call.groups % each == 0 and programs * each >= FILL // 2)
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
         return Plan(config, fast, parts, next(enough, call.groups))
@@ -246,7 +187,7 @@ class Plan:
 
 def padded_dims(call: Call) -> int:
     """What tables of configurations are looked up by: the dims of a key and a value together."""
-    return power(call.key_dim) + power(call.value_dim)
+    return padded(call.key_dim) + padded(call.value_dim)
 
 
 def decodes(call: Call) -> bool:

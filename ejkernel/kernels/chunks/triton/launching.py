@@ -1,21 +1,20 @@
 """How a call of a recurrence is launched on NVIDIA GPUs: what its kernels are given, and how they are cut."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile, shape
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.xla_utils.utils import cdiv
 
 F32 = jnp.float32
-
-
-def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
+# Sequences of so few tokens are walked one token at a time.
+FEW_TOKENS = 8
 
 
 def capability() -> int:
@@ -28,36 +27,23 @@ def at_most_float32(x: jax.Array | None) -> jax.Array | None:
     return x.astype(F32) if x is not None and x.dtype == jnp.float64 else x
 
 
-def padded(dim: int) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
-    return max(16, 1 << (dim - 1).bit_length())
+def has_few_tokens(call: Any) -> bool:
+    """Whether a call is walked one token at a time."""
+    return call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS)
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How one kernel is cut: rows of the walked state (or key dims) a program, warps, pipeline stages, and columns.
-
-    Of more dims than columns each part has programs of its own, whose outputs are added.
-    """
-
-    block: int
-    warps: int
-    stages: int
-    columns: int = 256
-
-
-@dataclass(frozen=True)
-class Launching:
+class Launcher:
     """One call, its cut in blocks, and how its kernels are launched."""
 
     call: Any
     plan: Any
     packing: Packing
+    constants: Any  # the record that kernels get as `CALL`
 
     @property
-    def facts_of_all(self) -> dict[str, Any]:
-        """What every kernel is compiled for."""
-        return {"PACKED": self.call.packed}
+    def config(self) -> Any:
+        return self.plan.config
 
     def blocks(self, length: int) -> int:
         """Blocks of `length` tokens; of packed sequences, as many as there may be."""
@@ -65,36 +51,31 @@ class Launching:
             return self.call.tokens // length + self.call.sequences + 1
         return self.call.batch * cdiv(self.call.tokens, length)
 
+    def states(self) -> jax.ShapeDtypeStruct:
+        """States of every sequence and head."""
+        return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
+
     def launch(
         self,
         kernel: Any,
-        *arrays: Any,
-        outputs: Sequence[Any],
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
         programs: int,
         tile: Tile,
         length: int = 0,
-        aliases: dict[int, int] | None = None,
-        segment: bool = False,
+        in_place: Mapping[str, jax.Array] | None = None,
         **constants: Any,
-    ) -> list[jax.Array]:
-        """Runs `kernel` over blocks of `length` tokens; absent arrays and outputs are stood in for.
-
-        One for a time `segment` is told its tokens.
-        """
-        owners = [self.packing.owners[length]] if length else []
-        sizes = [self.call.tokens, self.call.sequences] + ([self.plan.segment] if segment else [])
-        results = _launch.launch(
+    ) -> Any:
+        """Runs `kernel` over blocks of `length` tokens, with these of its constants other than the call has them."""
+        places = {"packing": self.packing.table, "owner": self.packing.owners.get(length)}
+        sizes = {"T": self.call.tokens, "N": self.call.sequences, "L": self.plan.segment}
+        return _launch.launch(
             kernel,
-            *(self.packing.table if each is None else each for each in arrays),
-            self.packing.table,
-            *owners,
-            *sizes,
-            outputs=[shape(1) if each is None else each for each in outputs],
+            {**inputs, **places, **sizes},
+            outputs,
+            constants=replace(self.constants, **constants),
             programs=programs,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            aliases=aliases,
-            **self.facts_of_all,
-            **constants,
+            tile=tile,
+            in_place=in_place,
         )
-        return list(results)

@@ -13,19 +13,20 @@ class Packing:
 
     Attributes:
         table: Borders of the sequences, the padding behind the last being one more, and for each length of a block, how
-            many blocks lie before each sequence: `[1 + lengths, N + 2]`. Nothing is read of it if not packed.
+            many blocks lie before each sequence: `[1 + lengths, N + 2]`.
         owners: The sequence of each block, by tokens a block.
+
+    Where nothing is packed there is neither.
     """
 
-    table: jax.Array
+    table: jax.Array | None
     owners: dict[int, jax.Array]
 
     @staticmethod
     def of(tokens: int, cu_seqlens: jax.Array | None, lengths: Sequence[int]) -> "Packing":
         """For blocks of `lengths` tokens; of the last of these, a sequence without tokens has one all the same."""
         if cu_seqlens is None:
-            nothing = jnp.zeros((1,), jnp.int32)
-            return Packing(nothing, dict.fromkeys(lengths, nothing))
+            return Packing(None, {})
         sequences = cu_seqlens.shape[0] - 1
         borders = jnp.concatenate([cu_seqlens.astype(jnp.int32), jnp.full((1,), tokens, jnp.int32)])
         size = jnp.array(lengths, jnp.int32)[:, None]

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
-from ejkernel.kernels.chunks.triton.launching import Tile
 
-_STEP = Tile(64, 4, 1)
-_THIN, _WIDE, _SHALLOW = Tile(32, 4, 1), Tile(64, 4, 1), Tile(16, 4, 1)
+_STEP, _THIN = Tile(64), Tile(32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All that a call's kernels are cut by.
 
@@ -21,80 +20,88 @@ class Config:
         heads: Heads that a program of it goes through, if they divide by that.
         gated: The same where key dims have gates of any strength, by blocks of these.
         forward: The walk over chunks, by blocks of value dims.
-        alone: The same where nothing is kept for a walk back and no key dim has a gate, which leaves memory.
+        forward_only: The same where nothing is kept for a walk back and no key dim has a gate, which leaves memory.
         effects: The walk that finds what time segments do to states.
         backward: The walk back.
         gradients: The kernel of all gradients, by blocks of value dims.
         key_block: Key dims that the latter takes at once.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
-        alike: The walks where keys are alike.
+        keys_coincide: The walks where keys coincide.
     """
 
     chunk: int
-    precision: str
+    precision: str = "tf32x3"
     invert: str
     system: Tile
-    heads: int
+    heads: int = 1
     gated: Tile
     forward: Tile
-    alone: Tile
+    forward_only: Tile
     effects: Tile
     backward: Tile
     gradients: Tile
     key_block: int
-    step: Tile
+    step: Tile = _STEP
     fill: int
-    alike: Tile = _THIN
+    keys_coincide: Tile = _THIN
 
 
-_AHEAD, _FURTHER, _DEEP = Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 8, 1)
-_THIN_AHEAD, _LARGE = Tile(32, 4, 2), Tile(128, 8, 1)
-_LARGE_AHEAD, _LARGE_FURTHER = Tile(128, 8, 2), Tile(128, 8, 3)
-_BF16, _TF32 = ("tf32x3", "bf16x3"), ("tf32x3", "tf32x3")
+# fmt: off
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
-        128: Config(
-            64,
-            *_BF16,
-            _AHEAD,
-            8,
-            _THIN_AHEAD,
-            _LARGE_AHEAD,
-            _LARGE_FURTHER,
-            _FURTHER,
-            _LARGE_AHEAD,
-            _LARGE,
-            128,
-            _STEP,
-            132,
-            _WIDE,
-        ),
-        256: Config(64, *_BF16, _WIDE, 1, _THIN_AHEAD, _DEEP, _DEEP, _DEEP, _DEEP, _LARGE, 128, _STEP, 132),
+        128: Config(chunk=64, invert="bf16x3", system=Tile(64, stages=2), heads=8, gated=Tile(32, stages=2),
+            forward=Tile(128, warps=8, stages=2), forward_only=Tile(128, warps=8, stages=3),
+            effects=Tile(64, stages=3), backward=Tile(128, warps=8, stages=2),
+            gradients=Tile(128, warps=8), key_block=128, fill=132, keys_coincide=Tile(64)),
+        256: Config(chunk=64, invert="bf16x3", system=Tile(64), gated=Tile(32, stages=2),
+            forward=Tile(64, warps=8), forward_only=Tile(64, warps=8), effects=Tile(64, warps=8),
+            backward=Tile(64, warps=8), gradients=Tile(128, warps=8), key_block=128, fill=132),
     },
     MEDIUM: {
-        128: Config(32, *_BF16, _WIDE, 1, _WIDE, _AHEAD, _AHEAD, _AHEAD, _AHEAD, _WIDE, 64, _STEP, 216),
-        256: Config(32, *_BF16, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 216),
+        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(64, stages=2),
+            forward_only=Tile(64, stages=2), effects=Tile(64, stages=2), backward=Tile(64, stages=2),
+            gradients=Tile(64), key_block=64, fill=216),
+        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
+            fill=216),
     },
     SMALL: {
-        128: Config(32, *_BF16, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
-        256: Config(32, *_BF16, _WIDE, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 64, _STEP, 256),
+        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
+            fill=256),
+        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(32), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
+            fill=256),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(32, *_TF32, _WIDE, 1, _WIDE, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
-        256: Config(16, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 264),
+        128: Config(chunk=32, invert="tf32x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
+            fill=264),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
+            fill=264),
     },
     MEDIUM: {
-        128: Config(32, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _WIDE, 32, _STEP, 216),
-        256: Config(16, *_TF32, _THIN, 1, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _WIDE, 32, _STEP, 216),
+        128: Config(chunk=32, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
+            fill=216),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(16),
+            forward_only=Tile(16), effects=Tile(16), backward=Tile(16), gradients=Tile(64), key_block=32,
+            fill=216),
     },
     SMALL: {
-        128: Config(16, *_TF32, _THIN, 1, _THIN, _THIN, _THIN, _THIN, _THIN, _THIN, 32, _STEP, 256),
-        256: Config(16, *_TF32, _THIN, 1, _THIN, _SHALLOW, _SHALLOW, _SHALLOW, _SHALLOW, _THIN, 32, _STEP, 256),
+        128: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
+            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(32), key_block=32,
+            fill=256),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(16),
+            forward_only=Tile(16), effects=Tile(16), backward=Tile(16), gradients=Tile(32), key_block=32,
+            fill=256),
     },
 }
+# fmt: on
 
 
 def configure(capability: int, wide: bool, key_dim: int) -> Config:

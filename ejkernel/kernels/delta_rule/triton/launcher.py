@@ -1,7 +1,7 @@
 """One call on its way to the device: how it is cut, and what every kernel is told of it."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.chunks.triton.launching import F32, Launching, Tile, capability, padded, shape
+from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels.chunks.triton import launching
+from ejkernel.kernels.chunks.triton.launching import F32, capability
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.delta_rule.call import Call, Decay
 from ejkernel.kernels.delta_rule.triton import configs
@@ -17,17 +19,8 @@ from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-DEVICE = {
-    "decays": "ejkernel.kernels.delta_rule.triton.device.decays",
-    "folding": "ejkernel.kernels.delta_rule.triton.device.folding",
-    "gradients": "ejkernel.kernels.delta_rule.triton.device.gradients",
-    "key_gates": "ejkernel.kernels.delta_rule.triton.device.key_gates",
-    "key_gradients": "ejkernel.kernels.delta_rule.triton.device.key_gradients",
-    "segments": "ejkernel.kernels.delta_rule.triton.device.segments",
-    "step": "ejkernel.kernels.delta_rule.triton.device.step",
-    "system": "ejkernel.kernels.delta_rule.triton.device.system",
-    "walk": "ejkernel.kernels.delta_rule.triton.device.walk",
-}
+_NAMES = ("decays", "folding", "gradients", "key_gates", "key_gradients", "segments", "step", "system", "walk")
+DEVICE = {name: f"ejkernel.kernels.delta_rule.triton.device.{name}" for name in _NAMES}
 
 # A time segment has at least so many.
 FEWEST_CHUNKS = 4
@@ -48,8 +41,8 @@ class Plan:
     @staticmethod
     def of(call: Call) -> "Plan":
         config = configs.configure(capability(), call.dtype == np.float32, call.key_dim)
-        programs = call.heads * cdiv(call.value_dim, min(config.forward.block, padded(call.value_dim)))
-        # packed sequences may be of any length, but most often are alike
+        programs = call.heads * cdiv(call.value_dim, min(config.forward.rows, padded(call.value_dim)))
+        # packed sequences may be of any length, but most often are of about the same
         segments = config.fill // (programs * call.sequences)
         segments = min(segments, call.tokens // (config.chunk * FEWEST_CHUNKS))
         # what a segment does to states costs as much again, and twice that
@@ -61,9 +54,9 @@ class Plan:
         return self.segment < call.tokens
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What every kernel is compiled for; device code gets it as `CALL`."""
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels are compiled for; device code gets it as `CALL`. The fields with defaults are some kernels' own."""
 
     heads: int
     query_heads: int
@@ -74,59 +67,70 @@ class Facts:
     chunk: int
     decay: Decay
     scale: float
+    packed: bool
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
     middle: bool  # one gate a key dim, folded against the middle of a chunk
-    alike: bool  # chunks whose keys are alike are taken with more digits than 16 bit have
+    keys_may_coincide: bool  # chunks whose keys coincide are taken once more, with more digits than 16 bit have
     precision: str  # of dots on float32 operands
     invert: str  # of those that make an inverse
     solve: str  # of those that apply it
     flat: bool  # code is of the kind that Triton 3.6 compiles for Blackwell too; Hopper's is as it was timed
+    levels: int  # of dyadic blocks of a chunk
+    fine: bool  # gates are summed up with all digits of float32
+    limit: float  # bits of decay from a chunk's middle beyond which gates are too strong for that reference
+    key_block: int = 0  # dims, or heads, that a program takes at once
+    value_block: int = 0
+    part_block: int = 0
+    head_block: int = 0
+    each: int = 1  # heads that a program goes through
+    look: int = 1  # flags that it looks at, padded
+    start: bool = False  # there is a state, or a cotangent, to start from
+    last: bool = False  # the cotangent of the first state is asked for
+    keep: bool = False  # what the backward needs is stored
+    back: bool = False  # from the last segment to the first
+    time: str = "whole"  # as `device.walk` has it
+    strong: bool = False  # this launch takes the chunks whose gates are too strong for the other
+    keys_coincide: bool = False  # this launch takes the chunks whose keys coincide
 
 
 @dataclass(frozen=True)
-class Launcher(Launching):
+class Launcher(launching.Launcher):
     """One call, its cut in blocks, and how its kernels are launched."""
 
-    call: Call
-    plan: Plan
-    facts: Facts
-
     @staticmethod
-    def of(call: Call, plan: Plan, arrays: Sequence[jax.Array], cu_seqlens: jax.Array | None) -> "Launcher":
-        config = plan.config
-        facts = Facts(
+    def of(
+        call: Call, plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, cu_seqlens: jax.Array | None
+    ) -> "Launcher":
+        config, fine = plan.config, call.dtype == np.float32
+        constants = Constants(
             heads=call.heads,
-            query_heads=arrays[0].shape[2],
-            key_heads=arrays[1].shape[2],
-            value_heads=arrays[2].shape[2],
+            query_heads=query.shape[2],
+            key_heads=key.shape[2],
+            value_heads=value.shape[2],
             key_dim=call.key_dim,
             value_dim=call.value_dim,
             chunk=config.chunk,
             decay=call.decay,
             scale=float(call.scale),
+            packed=call.packed,
             whole=not call.packed and call.tokens % config.chunk == 0,
             flip=call.reverse,
             # float16 has too small a range for that, and float32 more digits than products of that
             middle=call.decay == "key" and call.dtype == jnp.bfloat16,
-            alike=call.dtype == jnp.bfloat16,
+            keys_may_coincide=call.dtype == jnp.bfloat16,
             precision=config.precision,
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16
             solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
             flat=capability() != 90,
+            levels=config.chunk.bit_length() - 1,
+            fine=fine,
+            limit=40.0 if fine else 80.0,
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk, plan.segment
-        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), facts)
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
-
-    @property
-    def facts_of_all(self) -> dict[str, Any]:
-        return super().facts_of_all | {"CALL": self.facts}
+        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), constants)
 
     def heads_a_program(self) -> int:
         """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
@@ -139,18 +143,18 @@ class Launcher(Launching):
     def by_parts(self) -> dict[str, Any]:
         """How the kernels of gradients are launched, over chunks, by blocks of value dims whose parts are added up."""
         call, config = self.call, self.config
-        block = min(config.gradients.block, padded(call.value_dim))
+        block = min(config.gradients.rows, padded(call.value_dim))
         return {
             "programs": self.blocks(config.chunk) * call.heads * cdiv(call.value_dim, block),
             "tile": config.gradients,
             "length": config.chunk,
-            "BK": min(config.key_block, padded(call.key_dim)),
-            "BV": block,
+            "key_block": min(config.key_block, padded(call.key_dim)),
+            "value_block": block,
         }
 
     def token_parts(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
         """Of every token, head and block of value dims."""
-        number = cdiv(self.call.value_dim, self.by_parts()["BV"])
+        number = cdiv(self.call.value_dim, self.by_parts()["value_block"])
         return shape(self.call.batch, self.call.tokens, self.call.heads, number, *sizes, dtype=dtype)
 
     def parts(self, like: jax.Array) -> jax.ShapeDtypeStruct:
@@ -162,59 +166,44 @@ class Launcher(Launching):
     def values(self) -> jax.ShapeDtypeStruct:
         """The values' gradient, of every head."""
         call = self.call
-        return self.rows(call.value_dim, call.dtype if self.facts.value_heads == call.heads else F32)
+        return self.rows(call.value_dim, call.dtype if self.constants.value_heads == call.heads else F32)
 
     def chunked(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
         """Of every chunk and head."""
         return shape(self.blocks(self.config.chunk), self.call.heads, *sizes, dtype=dtype)
 
-    def states(self) -> jax.ShapeDtypeStruct:
-        """Of every sequence and head."""
-        return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
-
     def segments(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of every time segment and head, rows of key dims."""
         return shape(self.blocks(self.plan.segment), self.call.heads, rows, self.call.key_dim)
 
-    def gates(self) -> dict[str, Any]:
-        """How the gates of key dims are summed up."""
-        fine = self.call.dtype == F32
-        return {"LEVELS": self.config.chunk.bit_length() - 1, "FINE": fine, "LIMIT": 40.0 if fine else 80.0}
-
     def walk(
         self,
         kernel: Any,
-        *arrays: Any,
-        outputs: Sequence[Any],
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
         tile: Tile,
-        changed: Sequence[Any] = (),
-        more: Sequence[Any] = (),
+        changed: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
         **rest: Any,
-    ) -> list[Any]:
-        """Runs `kernel` over time segments, and where keys are alike once more, in the same memory.
+    ) -> Any:
+        """Runs `kernel` over time segments, and where keys coincide once more, in the same memory.
 
         That may also change some arrays, and makes `more` outputs.
         """
-        none = [None] * (len(changed) + len(more))
-        standins = [None] * (len(outputs) + len(changed))
-        every = [*outputs, *none]
-        found = self._walk(kernel, *arrays, *standins, outputs=every, tile=tile, ALIKE=False, **rest)[: len(outputs)]
-        if not self.facts.alike:
-            return [*found, *none]
-        every = [*outputs, *(shape(*each.shape, dtype=each.dtype) for each in changed), *more]
-        return self._walk(
-            kernel,
-            *(*arrays, *found, *changed),
-            outputs=every,
-            tile=self.config.alike,
-            aliases={len(arrays) + i: i for i in range(len(standins)) if every[i] is not None},
-            ALIKE=True,
-            **rest,
-        )
+        changed, more = changed or {}, more or {}
+        none = dict.fromkeys([*changed, *more])
+        found = self._walk(kernel, inputs, {**outputs, **none}, tile=tile, **rest)
+        if not self.constants.keys_may_coincide:
+            return found
+        before = {name: each for name, each in {**found._asdict(), **changed}.items() if each is not None}
+        every = {**outputs, **{name: shape(*each.shape, dtype=each.dtype) for name, each in changed.items()}, **more}
+        again: dict[str, Any] = {"tile": self.config.keys_coincide, "in_place": before, "keys_coincide": True}
+        return self._walk(kernel, inputs, every, **again, **rest)
 
-    def _walk(self, kernel: Any, *arrays: Any, tile: Tile, further: int = 0, **rest: Any) -> list[jax.Array]:
+    def _walk(self, kernel: Any, *arrays: Any, tile: Tile, further: int = 0, **rest: Any) -> Any:
         """A block of value dims, or of as many `further` rows, a program."""
-        block, length = min(tile.block, padded(self.call.value_dim)), self.plan.segment
+        block, length = min(tile.rows, padded(self.call.value_dim)), self.plan.segment
         parts = cdiv(self.call.value_dim, block) + cdiv(further, block)
         return self.launch(
             kernel,
@@ -222,8 +211,7 @@ class Launcher(Launching):
             programs=self.blocks(length) * self.call.heads * parts,
             tile=tile,
             length=length,
-            segment=True,
-            BK=padded(self.call.key_dim),
-            BV=block,
+            key_block=padded(self.call.key_dim),
+            value_block=block,
             **rest,
         )

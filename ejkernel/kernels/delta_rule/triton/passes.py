@@ -5,22 +5,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.chunks.first_gates import entering_states
-from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
 from ejkernel.xla_utils.utils import cdiv
 
-# Sequences of so few tokens are walked one token at a time.
-FEW_TOKENS = 8
+
+class Inputs(NamedTuple):
+    """The arrays of a call, as `Call` lists them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    beta: jax.Array
+    log_decay: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
 
 
 class Kept(NamedTuple):
     """What a forward leaves for its backward."""
 
     added: jax.Array  # what tokens add to the state [B, T, H, V]
-    added_rest: jax.Array | None  # what rounding has taken off it, where keys are alike [B, T, H, V]
+    added_rest: jax.Array | None  # what rounding has taken off it, where keys coincide [B, T, H, V]
     systems: Systems
     weights: jax.Array  # of a chunk's rows, as device code's `WEIGHTS` lists them [chunks, H, 5, C]
     folded: Folded | None
@@ -30,12 +40,11 @@ class Kept(NamedTuple):
 
 def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Kept | None]:
     """Output, final states and, if to be kept, what the backward needs (nothing after the token-by-token kernel)."""
-    *inputs, cu_seqlens = arrays
-    launcher = Launcher.of(call, plan, inputs, cu_seqlens)
-    if call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS):
-        output, last = _step(launcher, *inputs)
-        return output, last, None
-    return _walk(launcher, keep, inputs, _entering(call, cu_seqlens, *inputs[4:]))
+    x = Inputs(*arrays)
+    launcher = Launcher.of(call, plan, x.query, x.key, x.value, x.cu_seqlens)
+    if has_few_tokens(call):
+        return (*_step(launcher, x), None)
+    return _walk(launcher, keep, x, _entering(call, x.cu_seqlens, x.log_decay, x.initial_state))
 
 
 def _entering(
@@ -46,55 +55,69 @@ def _entering(
 
 
 def _walk(
-    launcher: Launcher, keep: bool, inputs: list[Any], start: jax.Array | None
+    launcher: Launcher, keep: bool, x: Inputs, start: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Kept | None]:
-    query, key, value, beta, log_decay = inputs[:5]
-    call, config = launcher.call, launcher.config
-    dtype = call.dtype
+    call, config, dtype = launcher.call, launcher.config, launcher.call.dtype
     keyed = call.decay == "key"
-    systems, weights, folded = solve(launcher, keep, query, key, beta, log_decay)
-    walked = (
-        *(folded.query, folded.key, folded.write, value, systems.reads, systems.inverse),
-        *(weights, folded.factors, folded.strong, systems.weak, query, key),
-    )
+    systems, weights, folded = solve(launcher, keep, x.query, x.key, x.beta, x.log_decay)
+    walked = {
+        **folded._asdict(),
+        "value": x.value,
+        "reads": systems.reads,
+        "inverse": systems.inverse,
+        "weights": weights,
+        "weak": systems.weak,
+        "own_query": x.query,
+        "own_key": x.key,
+    }
     time, transitions = "whole", None
-    rests = launcher.chunked(config.chunk, config.chunk, dtype=dtype)
+    of_coinciding: dict[str, Any] = {
+        "changed": {"squares": systems.squares},
+        "more": {
+            "added_rest": launcher.rows(call.value_dim, dtype) if keep else None,
+            "rests": launcher.chunked(config.chunk, config.chunk, dtype=dtype),
+        },
+    }
+    kernel = device("walk").forward
     if launcher.plan.segmented(call):
-        _, _, transitions, effects, *_ = launcher.walk(
-            device("walk").forward,
-            *(*walked, start),
-            outputs=[None, None, launcher.segments(call.key_dim), launcher.segments(call.value_dim)],
-            changed=[systems.squares],
-            more=[None, rests],
+        found = launcher.walk(
+            kernel,
+            walked | {"start": start},
+            {
+                "output": None,
+                "added": None,
+                "states": launcher.segments(call.key_dim),
+                "final": launcher.segments(call.value_dim),
+            },
             tile=config.effects,
             further=call.key_dim,
-            START=start is not None,
-            KEEP=False,
-            TIME="effects",
+            start=start is not None,
+            time="effects",
+            **of_coinciding | {"more": of_coinciding["more"] | {"added_rest": None}},
         )
-        time, start = "segments", _scan_segments(launcher, effects, transitions, start, back=False)
-    output, added, states, last, squares, added_rest, rests = launcher.walk(
-        device("walk").forward,
-        *(*walked, start),
-        outputs=[
-            launcher.rows(call.value_dim, dtype),
-            launcher.rows(call.value_dim, dtype) if keep else None,
-            launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
-            launcher.states(),
-        ],
-        changed=[systems.squares],
-        more=[launcher.rows(call.value_dim, dtype) if keep else None, rests],
-        tile=config.forward if keep or keyed else config.alone,
-        START=start is not None,
-        KEEP=keep,
-        TIME=time,
+        transitions = found.states
+        time, start = "segments", _scan_segments(launcher, found.final, transitions, start, back=False)
+    found = launcher.walk(
+        kernel,
+        walked | {"start": start},
+        {
+            "output": launcher.rows(call.value_dim, dtype),
+            "added": launcher.rows(call.value_dim, dtype) if keep else None,
+            "states": launcher.chunked(call.value_dim, call.key_dim, dtype=dtype) if keep else None,
+            "final": launcher.states(),
+        },
+        tile=config.forward if keep or keyed else config.forward_only,
+        start=start is not None,
+        keep=keep,
+        time=time,
+        **of_coinciding,
     )
     if not keep:
-        return output, last, None
+        return found.output, found.final, None
     # the inverse has been used
-    systems = systems._replace(inverse=None, squares=squares, rests=rests)
-    kept = Kept(added, added_rest, systems, weights, folded if keyed else None, states, transitions)
-    return output, last, kept
+    systems = systems._replace(inverse=None, squares=found.squares, rests=found.rests)
+    kept = Kept(found.added, found.added_rest, systems, weights, folded if keyed else None, found.states, transitions)
+    return found.output, found.final, kept
 
 
 def _scan_segments(
@@ -104,151 +127,135 @@ def _scan_segments(
     call, block = launcher.call, 16
     (found,) = launcher.launch(
         device("segments").scan_segments,
-        *(effects, transitions, start),
-        outputs=[launcher.segments(call.value_dim)],
+        {"effects": effects, "transitions": transitions, "start": start},
+        {"found": launcher.segments(call.value_dim)},
         programs=call.sequences * call.heads * cdiv(call.value_dim, block),
-        tile=Tile(block, 4, 1),
-        length=launcher.plan.segment,
-        segment=True,
-        BK=padded(call.key_dim),
-        BC=min(32, padded(call.key_dim)),
-        BV=block,
-        BACK=back,
-        START=start is not None,
+        tile=Tile(block),
+        key_block=padded(call.key_dim),
+        part_block=min(32, padded(call.key_dim)),
+        value_block=block,
+        back=back,
+        start=start is not None,
     )
     return found
 
 
 def backward(
-    call: Call, plan: Plan, arrays: Any, kept: Kept | None, doutput: jax.Array, dlast: jax.Array | None
+    call: Call, plan: Plan, arrays: Any, kept: Kept | None, d_output: jax.Array, d_final: jax.Array | None
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, beta, log decay and initial state."""
-    *inputs, cu_seqlens = arrays
-    query, key, value, beta, log_decay, initial_state = inputs
-    launcher = Launcher.of(call, plan, inputs, cu_seqlens)
-    start, pull = _entering(call, cu_seqlens, log_decay, initial_state), None
-    if initial_state is not None:
-        start, pull = jax.vjp(lambda *x: _entering(call, cu_seqlens, *x), log_decay, initial_state)
+    x = Inputs(*arrays)
+    launcher = Launcher.of(call, plan, x.query, x.key, x.value, x.cu_seqlens)
+    start, pull = _entering(call, x.cu_seqlens, x.log_decay, x.initial_state), None
+    if x.initial_state is not None:
+        start, pull = jax.vjp(lambda *x: _entering(call, arrays[6], *x), x.log_decay, x.initial_state)
     if kept is None:
-        kept = _walk(launcher, True, inputs, start)[2]
+        kept = _walk(launcher, True, x, start)[2]
         assert kept is not None
-    config, dtype = launcher.config, call.dtype
-    folded = kept.folded or Folded(query, key)
-    walked = (
-        *(folded.query, folded.key, folded.write, doutput),
-        *(kept.systems.reads, kept.systems.transposed, kept.weights, folded.factors, folded.strong),
-        *(kept.systems.weak, kept.systems.squares, kept.systems.rests),
-    )
-    time = "whole"
+    config, dtype, systems = launcher.config, call.dtype, kept.systems
+    folded = kept.folded or Folded(x.query, x.key)
+    walked = {
+        **folded._asdict(),
+        "d_output": d_output,
+        "reads": systems.reads,
+        "transposed": systems.transposed,
+        "weights": kept.weights,
+        "weak": systems.weak,
+        "squares": systems.squares,
+        "rests": systems.rests,
+    }
+    time, kernel = "whole", device("walk").backward
     if kept.transitions is not None:
-        *_, effects = launcher.walk(
-            device("walk").backward,
-            *(*walked, dlast),
-            outputs=[None, None, launcher.segments(call.value_dim)],
-            tile=config.backward,
-            START=dlast is not None,
-            LAST=False,
-            TIME="effects",
-        )
-        time, dlast = "segments", _scan_segments(launcher, effects, kept.transitions, dlast, back=True)
-    dr, dstates, dstart = launcher.walk(
-        device("walk").backward,
-        *(*walked, dlast),
-        outputs=[
-            launcher.rows(call.value_dim, dtype),
-            launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
-            launcher.states() if pull is not None else None,
-        ],
-        tile=config.backward,
-        START=dlast is not None,
-        LAST=pull is not None,
-        TIME=time,
-    )
-    given = query, key, beta, log_decay, doutput, kept.added, kept.added_rest, dr, kept.states, dstates
-    weak, squares = kept.systems.weak, kept.systems.squares
-    if call.decay == "key":
-        dquery, dkey, dvalue, dbeta, dgate = _key_gradients(launcher, *given, strong=folded.strong, squares=squares)
-    else:
-        dquery, dkey, dvalue, dbeta, dgate = _gradients(launcher, *given, kept.weights, weak=weak, squares=squares)
-    dvalue = dvalue[..., None, :]
-    found = [_sum_parts(x, like) for x, like in ((dquery, query), (dkey, key), (dvalue, value))]
-    dlog_decay = dstate = None
-    if log_decay is not None:
-        keyed = call.decay == "key"
-        dlog_decay = _sum_parts(dgate, log_decay) if keyed else dgate.sum(-1).astype(log_decay.dtype)
-    if pull is not None:
-        of_first, dstate = pull(dstart)
-        dlog_decay = None if dlog_decay is None else dlog_decay + of_first
-    return (*found, dbeta.sum(-1).astype(beta.dtype), dlog_decay, dstate)
-
-
-def _gradients(launcher: Launcher, *arrays: Any, weak: jax.Array | None, squares: jax.Array | None) -> list[Any]:
-    """Of query, key, value, beta and log decay, all but the value's in parts `[B, T, H, parts, ·]`."""
-    query, key, _, log_decay = arrays[:4]
-    small, heads, cut = launcher.token_parts(), launcher.call.heads, launcher.by_parts()
-    outputs = [
-        launcher.parts(query),
-        launcher.parts(key),
-        launcher.values(),
-        small,
-        small if log_decay is not None else None,
-    ]
-    kernel, look = device("gradients").gradients, padded(heads)
-    found = launcher.launch(kernel, *arrays, *[None] * 7, outputs=outputs, ALIKE=False, LOOK=look, **cut)
-    if squares is None:
-        return found
-    return launcher.launch(
-        kernel,
-        *(*arrays, weak, squares, *found),
-        outputs=outputs,
-        aliases={len(arrays) + 2 + i: i for i, each in enumerate(outputs) if each is not None},
-        ALIKE=True,
-        LOOK=look,
-        **cut | {"programs": cut["programs"] // heads},
-    )
-
-
-def _key_gradients(launcher: Launcher, *arrays: Any, strong: jax.Array | None, squares: jax.Array | None) -> list[Any]:
-    """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
-    query, key, _, log_decay = arrays[:4]
-    call, cut = launcher.call, launcher.by_parts()
-    flags = launcher.chunked(1 if strong is not None else cdiv(call.key_dim, cut["BK"]), dtype=jnp.int32)
-    moving: list[Any] = [launcher.parts(each) for each in (query, key, log_decay)]
-    kernel = device("key_gradients").gradients_keyed
-    constants = launcher.gates() | {"LOOK": padded(call.heads * flags.shape[-1])}
-    *found, dvalue, dbeta, flagged = launcher.launch(
-        kernel,
-        *(*arrays, strong, *[None] * 6),
-        outputs=[*moving, launcher.values(), launcher.token_parts(), flags if strong is None else None],
-        STRONG=False,
-        ALIKE=False,
-        **cut,
-        **constants,
-    )
-    strong = flagged if strong is None else strong
-    rare: dict[str, Any] = cut | constants | {"programs": cut["programs"] // call.heads}
-    places = {len(arrays) + 2 + i: i for i in range(5)}
-    *found, _, _, _ = launcher.launch(
-        kernel,
-        *(*arrays, strong, squares, *found, None, None),
-        outputs=[*moving, None, None, None],
-        aliases={at: i for at, i in places.items() if i < 3},
-        STRONG=True,
-        ALIKE=False,
-        **rare,
-    )
-    if squares is not None:
-        *found, dvalue, dbeta, _ = launcher.launch(
+        effects = launcher.walk(
             kernel,
-            *(*arrays, strong, squares, *found, dvalue, dbeta),
-            outputs=[*moving, launcher.values(), launcher.token_parts(), None],
-            aliases=places,
-            STRONG=False,
-            ALIKE=True,
-            **rare,
-        )
-    dquery, dkey, dgate = found
-    return [dquery, dkey, dvalue, dbeta, dgate]
+            walked | {"d_final": d_final},
+            {"d_r": None, "d_states": None, "d_start": launcher.segments(call.value_dim)},
+            tile=config.backward,
+            start=d_final is not None,
+            time="effects",
+        ).d_start
+        time, d_final = "segments", _scan_segments(launcher, effects, kept.transitions, d_final, back=True)
+    d_r, d_states, d_start = launcher.walk(
+        kernel,
+        walked | {"d_final": d_final},
+        {
+            "d_r": launcher.rows(call.value_dim, dtype),
+            "d_states": launcher.chunked(call.value_dim, call.key_dim, dtype=dtype),
+            "d_start": launcher.states() if pull is not None else None,
+        },
+        tile=config.backward,
+        start=d_final is not None,
+        last=pull is not None,
+        time=time,
+    )
+    given = {
+        "query": x.query,
+        "key": x.key,
+        "beta": x.beta,
+        "gate": x.log_decay,
+        "d_output": d_output,
+        "added": kept.added,
+        "added_rest": kept.added_rest,
+        "d_r": d_r,
+        "states": kept.states,
+        "d_states": d_states,
+        "squares": systems.squares,
+    }
+    if call.decay == "key":
+        found = _key_gradients(launcher, given | {"strong": folded.strong})
+    else:
+        found = _gradients(launcher, given | {"weights": kept.weights, "weak": systems.weak})
+    d_query, d_key = _sum_parts(found.d_query, x.query), _sum_parts(found.d_key, x.key)
+    d_value = _sum_parts(found.d_value[..., None, :], x.value)
+    d_log_decay = d_state = None
+    if x.log_decay is not None:
+        keyed = call.decay == "key"
+        d_gate = found.d_gate
+        d_log_decay = _sum_parts(d_gate, x.log_decay) if keyed else d_gate.sum(-1).astype(x.log_decay.dtype)
+    if pull is not None:
+        of_first, d_state = pull(d_start)
+        d_log_decay = None if d_log_decay is None else d_log_decay + of_first
+    return d_query, d_key, d_value, found.d_beta.sum(-1).astype(x.beta.dtype), d_log_decay, d_state
+
+
+def _gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
+    """Of query, key, value, beta and log decay, all but the value's in parts `[B, T, H, parts, ·]`."""
+    small, heads, cut = launcher.token_parts(), launcher.call.heads, launcher.by_parts()
+    outputs = {
+        "d_query": launcher.parts(given["query"]),
+        "d_key": launcher.parts(given["key"]),
+        "d_value": launcher.values(),
+        "d_beta": small,
+        "d_gate": None if given["gate"] is None else small,
+    }
+    kernel, look = device("gradients").gradients, padded(heads)
+    found = launcher.launch(kernel, given, outputs, look=look, **cut)
+    if not launcher.constants.keys_may_coincide:
+        return found
+    before = {name: each for name, each in found._asdict().items() if each is not None}
+    again = cut | {"programs": cut["programs"] // heads, "in_place": before, "keys_coincide": True}
+    return launcher.launch(kernel, given, outputs, look=look, **again)
+
+
+def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
+    """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
+    call, cut = launcher.call, launcher.by_parts()
+    middle = given["strong"] is not None
+    flags = launcher.chunked(1 if middle else cdiv(call.key_dim, cut["key_block"]), dtype=jnp.int32)
+    moving = {f"d_{name}": launcher.parts(given[name]) for name in ("query", "key", "gate")}
+    others = {"d_value": launcher.values(), "d_beta": launcher.token_parts()}
+    kernel, cut = device("key_gradients").gradients_keyed, cut | {"look": padded(call.heads * flags.shape[-1])}
+    found = launcher.launch(kernel, given, {**moving, **others, "flag": None if middle else flags}, **cut)
+    if not middle:
+        given = given | {"strong": found.flag}
+    rare: dict[str, Any] = cut | {"programs": cut["programs"] // call.heads}
+    before = {name: getattr(found, name) for name in moving}
+    strong = launcher.launch(kernel, given, moving, strong=True, in_place=before, **rare)
+    found = found._replace(**strong._asdict())
+    if launcher.constants.keys_may_coincide:
+        before = {name: getattr(found, name) for name in (*moving, *others)}
+        found = launcher.launch(kernel, given, {**moving, **others}, keys_coincide=True, in_place=before, **rare)
+    return found
 
 
 def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -256,26 +263,18 @@ def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3).astype(like.dtype)
 
 
-def _step(
-    launcher: Launcher,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    log_decay: jax.Array | None,
-    state: jax.Array | None,
-) -> list[jax.Array]:
-    call, tile = launcher.call, launcher.config.step
-    block = min(tile.block, padded(call.value_dim))
+def _step(launcher: Launcher, x: Inputs) -> Any:
+    call, tile, state = launcher.call, launcher.config.step, x.initial_state
+    block = min(tile.rows, padded(call.value_dim))
     return launcher.launch(
         device("step").step,
-        *(query, key, value, beta, log_decay, state),
-        outputs=[launcher.rows(call.value_dim, call.dtype), launcher.states()],
+        {"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
+        {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        aliases={5: 1} if state is not None and state.dtype == F32 else None,
-        BK=padded(call.key_dim),
-        BV=block,
-        START=state is not None,
+        in_place={"final": state} if state is not None and state.dtype == F32 else None,
+        key_block=padded(call.key_dim),
+        value_block=block,
+        start=state is not None,
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import Tile, padded
+from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 
@@ -29,7 +29,7 @@ class Systems(NamedTuple):
     reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
     inverse: jax.Array | None  # [chunks, H, C, C]
     transposed: jax.Array  # inverses, for the way back [chunks, H, C, C]
-    squares: jax.Array | None = None  # of systems' rows, by which keys are alike [chunks, H, C]
+    squares: jax.Array | None = None  # of systems' rows, by which keys coincide [chunks, H, C]
     weak: jax.Array | None = None  # with one gate a head, where that may be so, and where there are squares [chunks, H]
     rests: jax.Array | None = None  # what rounding has taken off reads and inverses there [chunks, H, C, C]
 
@@ -38,97 +38,99 @@ def solve(
     launcher: Launcher, keep: bool, query: jax.Array, key: jax.Array, beta: jax.Array, log_decay: jax.Array | None
 ) -> tuple[Systems, jax.Array, Folded]:
     """The systems' solutions, the rows' weights, and queries and keys."""
+    given = {"query": query, "key": key, "beta": beta, "gate": log_decay}
     if launcher.call.decay == "key":
-        return _solve_keyed(launcher, keep, query, key, beta, log_decay)
+        return _solve_keyed(launcher, keep, given)
     chunk, heads = launcher.config.chunk, launcher.call.heads
-    known, weak, squares = [None] * 3 if log_decay is None else _weigh(launcher, beta, log_decay)
+    known = None if log_decay is None else _weigh(launcher, beta, log_decay)
     # what is kept takes the registers
     each = 1 if keep else launcher.heads_a_program()
-    *found, weights = launcher.launch(
+    outputs = _systems(launcher, keep)
+    if known is not None:
+        outputs["squares"] = None
+    found = launcher.launch(
         device("system").solve,
-        *(query, key, beta, known),
-        outputs=[
-            *_systems(launcher, keep),
-            launcher.chunked(WEIGHTS, chunk) if known is None else None,
-        ],
+        given | {"known": None if known is None else known.weights},
+        outputs | {"weights": launcher.chunked(WEIGHTS, chunk) if known is None else None},
         programs=launcher.blocks(chunk) * heads // each,
         tile=launcher.config.system,
         length=chunk,
-        KEEP=keep,
-        BK=padded(launcher.call.key_dim),
-        EACH=each,
+        keep=keep,
+        key_block=padded(launcher.call.key_dim),
+        each=each,
     )
-    systems = Systems(*found[:3])
-    if launcher.facts.alike:
-        systems = systems._replace(squares=found[3] if known is None else squares, weak=weak)
-    return systems, weights if known is None else known, Folded(query, key)
+    weighed = known or found
+    systems = Systems(found.reads, found.inverse, found.transposed, weighed.squares, known and known.weak)
+    return systems, weighed.weights, Folded(query, key)
 
 
-def _systems(launcher: Launcher, keep: bool) -> list[Any]:
+def _systems(launcher: Launcher, keep: bool) -> dict[str, Any]:
     """What queries read, the systems' inverses, if to be kept, these transposed, and squares of the systems' rows."""
     chunk = launcher.config.chunk
     square = launcher.chunked(chunk, chunk)
-    squares = launcher.chunked(chunk) if launcher.facts.alike else None
-    return [launcher.chunked(chunk, chunk, dtype=launcher.call.dtype), square, square if keep else None, squares]
+    return {
+        "reads": launcher.chunked(chunk, chunk, dtype=launcher.call.dtype),
+        "inverse": square,
+        "transposed": square if keep else None,
+        "squares": launcher.chunked(chunk) if launcher.constants.keys_may_coincide else None,
+    }
 
 
-def _solve_keyed(launcher: Launcher, keep: bool, *arrays: Any) -> tuple[Systems, jax.Array, Folded]:
+def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple[Systems, jax.Array, Folded]:
     """`solve` where key dims have gates."""
     call, config = launcher.call, launcher.config
     chunk, blocks = config.chunk, launcher.blocks(config.chunk)
     hat, weights = launcher.rows(call.key_dim, call.dtype), launcher.chunked(WEIGHTS, chunk)
-    systems, folds = _systems(launcher, keep), [hat, hat, hat, launcher.chunked(3, call.key_dim)]
-    cut: dict[str, Any] = {"length": chunk, "KEEP": keep}
-    exact = cut | {"tile": config.gated, "BK": min(config.gated.block, padded(call.key_dim)), **launcher.gates()}
-    if not launcher.facts.middle:
-        *found, weighed = launcher.launch(
-            device("key_gates").solve_keyed,
-            *(*arrays, *[None] * 8),
-            outputs=[*systems[:3], *folds, weights],
-            programs=blocks * call.heads,
-            LOOK=1,
-            STRONG=False,
-            **exact,
+    systems = _systems(launcher, keep)
+    squares = {"squares": systems.pop("squares")}
+    folds = {"folded_query": hat, "recall": hat, "write": hat, "factors": launcher.chunked(3, call.key_dim)}
+    cut: dict[str, Any] = {"length": chunk, "keep": keep}
+    exact = cut | {"tile": config.gated, "key_block": min(config.gated.rows, padded(call.key_dim))}
+    kernel = device("key_gates").solve_keyed
+    if not launcher.constants.middle:
+        found = launcher.launch(
+            kernel, given, {**systems, **folds, "weights": weights}, programs=blocks * call.heads, **exact
         )
-        return Systems(*found[:3]), weighed, Folded(*found[3:])
-    reads, inverse, transposed, squares, weighed, *folded, strong = launcher.launch(
+        solved = Systems(found.reads, found.inverse, found.transposed)
+        return solved, found.weights, Folded(found.folded_query, found.recall, found.write, found.factors)
+    folded = launcher.launch(
         device("folding").solve_folded,
-        *arrays,
-        outputs=[*systems, weights, *folds, launcher.chunked(dtype=jnp.int32)],
+        given,
+        {**systems, **squares, **folds, "weights": weights, "strong": launcher.chunked(dtype=jnp.int32)},
         programs=blocks * call.heads,
-        tile=Tile(padded(call.key_dim), 4, 1),
-        BK=padded(call.key_dim),
-        LIMIT=exact["LIMIT"],
+        tile=Tile(padded(call.key_dim)),
+        key_block=padded(call.key_dim),
         **cut,
     )
-    *found, _ = launcher.launch(
-        device("key_gates").solve_keyed,
-        *(*arrays, strong, reads, inverse, transposed, *folded),
-        outputs=[*systems[:3], *folds, None],
+    found = launcher.launch(
+        kernel,
+        given | {"strong": folded.strong},
+        {**systems, **folds},
         programs=blocks,
-        aliases={len(arrays) + 1 + i: i for i in range(7) if keep or i != 2},
-        LOOK=padded(call.heads),
-        STRONG=True,
+        in_place={name: each for name in (*systems, *folds) if (each := getattr(folded, name)) is not None},
+        look=padded(call.heads),
+        strong=True,
         **exact,
     )
-    solved = Systems(*found[:3])._replace(squares=squares)
-    return solved, weighed, Folded(*found[3:])._replace(strong=strong)
+    hats = Folded(found.folded_query, found.recall, found.write, found.factors, folded.strong)
+    solved = Systems(found.reads, found.inverse, found.transposed, folded.squares)
+    return solved, folded.weights, hats
 
 
-def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> list[jax.Array]:
+def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> Any:
     """`WEIGHTS` of chunks' rows, as device code lists them, where gates of heads are weak, and room for squares."""
-    heads, chunk = launcher.call.heads, launcher.config.chunk
+    heads, chunk, coincide = launcher.call.heads, launcher.config.chunk, launcher.constants.keys_may_coincide
     block = min(16, padded(heads))
     return launcher.launch(
         device("decays").weigh,
-        *(beta, log_decay),
-        outputs=[
-            launcher.chunked(WEIGHTS, chunk),
-            launcher.chunked(dtype=jnp.int32) if launcher.facts.alike else None,
-            launcher.chunked(chunk) if launcher.facts.alike else None,
-        ],
+        {"beta": beta, "gate": log_decay},
+        {
+            "weights": launcher.chunked(WEIGHTS, chunk),
+            "weak": launcher.chunked(dtype=jnp.int32) if coincide else None,
+            "squares": launcher.chunked(chunk) if coincide else None,
+        },
         programs=launcher.blocks(chunk) * cdiv(heads, block),
-        tile=Tile(block, 4, 1),
+        tile=Tile(block),
         length=chunk,
-        BH=block,
+        head_block=block,
     )

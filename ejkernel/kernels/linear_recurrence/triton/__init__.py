@@ -51,14 +51,16 @@ def run(
         value_log_decay = _of_value_dims(call, log_decay, value_log_decay, cu_seqlens)
         log_decay, decay = None, "none"
     others = log_decay, value_log_decay, initial_state, cu_seqlens
-    inner, (*tokens, by_key, by_value, state, borders) = served(replace(call, decay=decay), query, key, value, *others)
+    inner, (*tokens, by_key, by_value, state, borders) = cast_inputs(
+        replace(call, decay=decay), query, key, value, *others
+    )
     folded = by_key if by_value is None else by_value if by_key is None else (by_key, by_value)
     kernels, plan = _kernels(inner)
     output, last = recurrence(kernels, inner, plan, *tokens, folded, state, borders)
     return output.astype(call.dtype), last
 
 
-def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
+def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
     """A call and its arrays in dtypes that the kernels have."""
     dtype = _common_dtype(call, query, key, value)
     arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(at_most_float32, others)]
@@ -68,7 +70,7 @@ def served(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *othe
 def _kernels(call: Call) -> tuple[Any, Plan]:
     """What runs the call, by which dims decay."""
     if call.value_decay and call.decay != "key":
-        return Kernels(value_gates.forward, value_gates.backward), Plan.of(value_gates.swapped(call))
+        return Kernels(value_gates.forward, value_gates.backward), Plan.of(value_gates.swap(call))
     module = both_gates if call.value_decay else passes
     return Kernels(module.forward, module.backward), Plan.of(call)
 

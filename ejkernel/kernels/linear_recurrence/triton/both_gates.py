@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ejkernel.kernels.chunks.triton.launching import F32, shape
+from ejkernel.kernels._launch import shape
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import passes
-from ejkernel.kernels.linear_recurrence.triton.gates import Gates, fold_key_gates, unfold_all, unfold_rows
-from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
+from ejkernel.kernels.linear_recurrence.triton.gates import Gates, Hats, fold_key_gates, unfold_all, unfold_rows
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
-from ejkernel.kernels.linear_recurrence.triton.value_gates import swapped
+from ejkernel.kernels.linear_recurrence.triton.value_gates import swap
 from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk
 
 # Bits of decay in half a chunk: those of a key dim and of a value dim together are still in float32's range.
@@ -42,84 +43,77 @@ class Folded(NamedTuple):
         return (keys.max() | values.max()) != 0
 
 
-def _fold(launcher: Launcher, turned: Launcher, arrays: Any, doutput: jax.Array) -> Folded:
-    query, key, value, (by_key, by_value), state, _ = arrays
-    limit, start = min(LIMIT, launcher.config.limit), state is not None
-    q, k, keys = fold_key_gates(launcher, query, key, by_key, start, limit)
-    do, v, values = fold_key_gates(turned, doutput, value, by_value, start, limit)
+def _fold(launcher: Launcher, swapped: Launcher, x: Inputs, d_output: jax.Array) -> Folded:
+    limit, start = min(LIMIT, launcher.config.limit), x.initial_state is not None
+    q, k, keys = fold_key_gates(launcher, x.query, x.key, x.log_decay, start, limit)
+    do, v, values = fold_key_gates(swapped, d_output, x.value, x.value_log_decay, start, limit)
     return Folded(q, k, do, v, keys, values)
 
 
 def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, None]:
     """Output and final states, as `passes.forward`; arrays as in `backward`."""
     del keep  # nothing can be used again
-    query, key, value, gates, initial_state, cu_seqlens = arrays
-    launcher, turned = (Launcher.of(each, plan, cu_seqlens) for each in (call, swapped(call)))
-    if passes.has_few_tokens(call):
-        output, last = passes.step(launcher, query, key, value, gates[0], gates[1], initial_state)
-        return output, last, None
+    x = Inputs.of(call, arrays)
+    launcher, swapped = (Launcher.of(each, plan, x.cu_seqlens) for each in (call, swap(call)))
+    if has_few_tokens(call):
+        return (*passes.step(launcher, x), None)
     # there is no cotangent yet, and nothing asks for it
-    q, k, _, v, keys, values = folded = _fold(launcher, turned, arrays, value)
+    q, k, _, v, keys, values = folded = _fold(launcher, swapped, x, x.value)
 
     def by_kernels() -> tuple[jax.Array, jax.Array]:
-        first = starts(launcher, k, v, keys, initial_state, other=values)
+        first = starts(launcher, k, v, keys, x.initial_state, other=values)
         operands = q, k, v, keys, first
         done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=F32, last=True, other=values)
-        return unfold_rows(turned, gates[1], values, done.output), done.last
+        return unfold_rows(swapped, x.value_log_decay, values, done.output), done.final
 
-    def by_xla() -> tuple[jax.Array, jax.Array]:
-        return xla.run(call, query, key, value, *gates, initial_state, cu_seqlens)
-
-    return (*lax.cond(folded.is_strong, by_xla, by_kernels), None)
+    return (*lax.cond(folded.is_strong, lambda: xla.run(call, *x), by_kernels), None)
 
 
 def backward(
-    wanted: bool, call: Call, plan: Plan, arrays: Any, kept: None, doutput: jax.Array, dlast: jax.Array | None
+    wanted: bool, call: Call, plan: Plan, arrays: Any, kept: None, d_output: jax.Array, d_final: jax.Array | None
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, log decays of key and value dims, and initial state."""
     del wanted, kept
-    cu_seqlens = arrays[5]
-    launcher, turned = (Launcher.of(each, plan, cu_seqlens) for each in (call, swapped(call)))
-    folded = _fold(launcher, turned, arrays, doutput)
+    x = Inputs.of(call, arrays)
+    launcher, swapped = (Launcher.of(each, plan, x.cu_seqlens) for each in (call, swap(call)))
+    folded = _fold(launcher, swapped, x, d_output)
 
     def by_kernels() -> tuple[Any, ...]:
-        return _gradients(launcher, turned, arrays, folded, dlast)
+        return _gradients(launcher, swapped, x, folded, d_final)
 
     def by_xla() -> tuple[Any, ...]:
-        def run(*inputs: Any) -> tuple[jax.Array, jax.Array]:
-            return xla.run(call, *inputs[:3], *inputs[3], inputs[4], cu_seqlens)
-
-        (_, last), pull = jax.vjp(run, *arrays[:5])
-        return pull((doutput, jax.numpy.zeros_like(last) if dlast is None else dlast))
+        (_, final), pull = jax.vjp(lambda *inputs: xla.run(call, *inputs, x.cu_seqlens), *x[:-1])
+        found = pull((d_output, jax.numpy.zeros_like(final) if d_final is None else d_final))
+        d_query, d_key, d_value, d_gate, d_value_gate, d_start = found
+        return d_query, d_key, d_value, (d_gate, d_value_gate), d_start
 
     return lax.cond(folded.is_strong, by_xla, by_kernels)
 
 
 def _gradients(
-    launcher: Launcher, turned: Launcher, arrays: Any, folded: Folded, dlast: jax.Array | None
+    launcher: Launcher, swapped: Launcher, x: Inputs, folded: Folded, d_final: jax.Array | None
 ) -> tuple[Any, ...]:
-    query, key, value, gates, initial_state, _ = arrays
     q, k, do, v, keys, values = folded
     call, plan = launcher.call, launcher.plan
-    first = starts(launcher, k, v, keys, initial_state, other=values)
+    first = starts(launcher, k, v, keys, x.initial_state, other=values)
     scale = 1.0 / call.scale
-    ends = starts(launcher, q, do, keys, dlast, reverse=True, scale=scale, other=values)
+    ends = starts(launcher, q, do, keys, d_final, reverse=True, scale=scale, other=values)
     common: dict[str, Any] = {"dtype": F32, "other": values}
-    forth = common | {"gate_gradient": query}
-    back = common | {"gate_gradient": key, "start_scale": 1.0 if plan.segmented(call) else scale}
-    back_to_start = back | {"last": initial_state is not None, "last_scale": call.scale}
+    forth = common | {"gate_gradient": x.query}
+    back = common | {"gate_gradient": x.key, "start_scale": 1.0 if plan.segmented(call) else scale}
+    back_to_start = back | {"last": x.initial_state is not None, "last_scale": call.scale}
     of_value = walk(launcher, "dvalue", k, q, do, keys, ends, tile=plan.config.output, **back_to_start)
     of_key = walk(launcher, "dkey", v, do, q, keys, ends, tile=plan.config.gradient, **back)
-    forth_to_value = forth | {"tile": plan.config.output, "meets": of_value.borders}
+    forth_to_value = forth | {"tile": plan.config.output, "meets": of_value.border}
     of_output = walk(launcher, "output", q, k, v, keys, first, **forth_to_value)
-    forth_to_key = forth | {"tile": plan.config.gradient, "meets": of_key.borders}
+    forth_to_key = forth | {"tile": plan.config.gradient, "meets": of_key.border}
     of_query = walk(launcher, "dquery", do, v, k, keys, first, **forth_to_key)
-    hats = q, k, of_query.output, of_key.output, of_query.borders
+    hats = Hats(q, k, of_query.output, of_key.output, of_query.border)
     hat = shape(*q.shape, dtype=call.dtype)
-    dquery, dkey, dgate = unfold_all(launcher, gates[0], keys, hats, [hat, hat], None)
-    hats = do, v, of_output.output, of_value.output, of_output.borders
+    d_query, d_key, d_gate = unfold_all(launcher, x.log_decay, keys, hats, hat, hat)
+    hats = Hats(do, v, of_output.output, of_value.output, of_output.border)
     hat = shape(*v.shape, dtype=call.dtype)
-    _, dvalue, dvalue_gate = unfold_all(turned, gates[1], values, hats, [hat, hat], None)
-    of_tokens = (passes.sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
-    dstart = None if initial_state is None else of_value.last.astype(initial_state.dtype)
-    return (*of_tokens, (dgate, dvalue_gate), dstart)
+    _, d_value, d_value_gate = unfold_all(swapped, x.value_log_decay, values, hats, hat, hat)
+    of_tokens = (x.query, d_query), (x.key, d_key), (x.value, d_value)
+    d_start = None if x.initial_state is None else of_value.final.astype(x.initial_state.dtype)
+    return *(passes.sum_shared(call, each, d_each) for each, d_each in of_tokens), (d_gate, d_value_gate), d_start

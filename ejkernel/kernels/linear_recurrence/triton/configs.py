@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from ejkernel.kernels._launch import Tile
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
-from ejkernel.kernels.chunks.triton.launching import Tile
+
+_OF_64_ROWS = Tile(64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All that a call's kernels are cut by.
 
@@ -21,72 +23,79 @@ class Config:
         exact: The exact path of strong key gates; its gradients take twice the warps.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
-        dots: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip waiting (with
-            rows that are tokens, in three stages whatever it says).
+        head_gate_gradient: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip
+            waiting (with rows that are tokens, in three stages whatever it says).
         segments: Instead of `output` for the states of time segments alone.
         unfold: Key dims that a program unfolds where there would be few programs.
-        halved: Stages of `output` where the value dims fill half of its rows, so that two programs fit on a
-            multiprocessor (with one gate a head; in the backward where the states of all chunks are stored).
-        meeting: Instead of `gradient`, with as many columns, for the query's with key gates, which waits for the
-            states that it meets at borders: two programs on a multiprocessor fill each other's waits.
+        stages_if_half_full: Stages of `output` where the value dims fill half of its rows, so that two programs fit on
+            a multiprocessor (with one gate a head; in the backward where the states of all chunks are stored).
+        key_gate_query_gradient: Instead of `gradient`, with as many columns, for the query's with key gates, which
+            waits for the states that it meets at borders: two programs on a multiprocessor fill each other's waits.
     """
 
     chunk: int
     group: int
-    limit: float
-    precision: str
+    limit: float = 80.0
+    precision: str = "ieee"
     output: Tile
     gradient: Tile
-    exact: Tile
-    step: Tile
+    exact: Tile = _OF_64_ROWS
+    step: Tile = _OF_64_ROWS
     fill: int
-    dots: Tile | None = None
+    head_gate_gradient: Tile | None = None
     segments: Tile | None = None
     unfold: int = 128
-    halved: int | None = None
-    meeting: Tile | None = None
+    stages_if_half_full: int | None = None
+    key_gate_query_gradient: Tile | None = None
 
 
-_STEP = Tile(64, 4, 1)
-_HALF = {  # bfloat16 and float16, by the padded dim of the state's columns
+# fmt: off
+_HALF = {  # bfloat16, by the padded dim of the state's columns
     LARGE: {
-        64: Config(64, 4, 80.0, "ieee", Tile(128, 4, 3), Tile(128, 4, 3), Tile(64, 4, 1), _STEP, 132, Tile(64, 4, 3)),
-        128: Config(
-            *(64, 4, 80.0, "ieee", Tile(128, 8, 3), Tile(128, 8, 3), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2), Tile(64, 4, 3), 64, 2, Tile(64, 4, 2)),
-        ),
-        256: Config(
-            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2, 128), Tile(128, 8, 3), 32),
-        ),
-        512: Config(
-            *(64, 4, 80.0, "ieee", Tile(128, 8, 2), Tile(128, 8, 3, 128), Tile(64, 4, 1)),
-            *(_STEP, 132, Tile(64, 4, 2, 128), None, 32, None, Tile(64, 4, 2, 128)),
-        ),
+        64: Config(chunk=64, group=4, output=Tile(128, stages=3), gradient=Tile(128, stages=3), fill=132,
+            head_gate_gradient=Tile(64, stages=3)),
+        128: Config(chunk=64, group=4, output=Tile(128, warps=8, stages=3), gradient=Tile(128, warps=8, stages=3),
+            fill=132, head_gate_gradient=Tile(64, stages=2), segments=Tile(64, stages=3), unfold=64,
+            stages_if_half_full=2, key_gate_query_gradient=Tile(64, stages=2)),
+        256: Config(chunk=64, group=4, output=Tile(128, warps=8, stages=2),
+            gradient=Tile(128, 128, warps=8, stages=3), fill=132,
+            head_gate_gradient=Tile(64, 128, stages=2), segments=Tile(128, warps=8, stages=3), unfold=32),
+        512: Config(chunk=64, group=4, output=Tile(128, warps=8, stages=2),
+            gradient=Tile(128, 128, warps=8, stages=3), fill=132,
+            head_gate_gradient=Tile(64, 128, stages=2), unfold=32,
+            key_gate_query_gradient=Tile(64, 128, stages=2)),
     },
     MEDIUM: {
-        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 3), Tile(64, 4, 3), Tile(64, 4, 1), _STEP, 216),
-        256: Config(32, 8, 80.0, "ieee", Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 4, 1), _STEP, 216),
+        128: Config(chunk=32, group=8, output=Tile(64, stages=3), gradient=Tile(64, stages=3), fill=216),
+        256: Config(chunk=32, group=8, output=Tile(64, warps=8, stages=2), gradient=Tile(64, warps=8, stages=2),
+            fill=216),
     },
     SMALL: {
-        128: Config(32, 8, 80.0, "ieee", Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 1), _STEP, 256),
-        256: Config(32, 8, 80.0, "ieee", Tile(32, 4, 1), Tile(32, 4, 1), Tile(64, 4, 1), _STEP, 256),
+        128: Config(chunk=32, group=8, output=Tile(64, stages=2), gradient=Tile(64, stages=2), fill=256),
+        256: Config(chunk=32, group=8, output=Tile(32), gradient=Tile(32), fill=256),
     },
 }
-_FULL = {  # float32, and float16 with key gates, which is carried as float32 for its range
+_FULL = {  # float32, and float16, which is carried as float32 for its range
     LARGE: {
-        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 264),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 8, 2), Tile(32, 8, 2), Tile(64, 4, 1), _STEP, 264),
+        128: Config(chunk=32, group=8, limit=40.0, precision="tf32x3", output=Tile(32, stages=2),
+            gradient=Tile(32, stages=2), fill=264),
+        256: Config(chunk=16, group=16, limit=40.0, precision="tf32x3", output=Tile(32, warps=8, stages=2),
+            gradient=Tile(32, warps=8, stages=2), fill=264),
     },
     MEDIUM: {
-        128: Config(32, 8, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 216),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 216),
+        128: Config(chunk=32, group=8, limit=40.0, precision="tf32x3", output=Tile(32, stages=2),
+            gradient=Tile(32, stages=2), fill=216),
+        256: Config(chunk=16, group=16, limit=40.0, precision="tf32x3", output=Tile(32, stages=2),
+            gradient=Tile(32, stages=2), fill=216),
     },
     SMALL: {
-        128: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 2), Tile(32, 4, 2), Tile(64, 4, 1), _STEP, 256),
-        256: Config(16, 16, 40.0, "tf32x3", Tile(32, 4, 1), Tile(32, 4, 1), Tile(64, 4, 1), _STEP, 256),
+        128: Config(chunk=16, group=16, limit=40.0, precision="tf32x3", output=Tile(32, stages=2),
+            gradient=Tile(32, stages=2), fill=256),
+        256: Config(chunk=16, group=16, limit=40.0, precision="tf32x3", output=Tile(32), gradient=Tile(32),
+            fill=256),
     },
 }
+# fmt: on
 
 
 def configure(capability: int, wide: bool, largest_dim: int) -> Config:

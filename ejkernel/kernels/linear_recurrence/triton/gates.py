@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded, shape
-from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
+from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 
 
@@ -18,35 +19,41 @@ class Gates:
     """The decays as the walks read them; which are there depends on the kind of decay."""
 
     within: jax.Array | None = None  # constant: gates [N, H]; head: weights [chunks, H, C, 4]; key: scores [.., C, C]
-    factor: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
+    factors: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
     flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
     late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]
 
 
+class Hats(NamedTuple):
+    """Queries and keys with their gates folded in, their gradients, and ⟨S, dS⟩ of key dims at the ends of groups."""
+
+    query: jax.Array
+    key: jax.Array
+    d_query: jax.Array
+    d_key: jax.Array
+    met: jax.Array
+
+
 def fold_head_gates(launcher: Launcher, log_decay: jax.Array) -> Gates:
     """One gate a head as the walks read it."""
-    call, config = launcher.call, launcher.config
-    chunk, chunks, heads = config.chunk, launcher.blocks(config.chunk), call.heads
+    config, heads = launcher.config, launcher.call.heads
+    chunk, chunks = config.chunk, launcher.blocks(config.chunk)
     block = min(4, 1 << (heads - 1).bit_length())
-    weight, factor, flag = launcher.launch(
+    found = launcher.launch(
         device("head_gates").fold_head_gates,
-        log_decay,
-        outputs=[
-            shape(chunks, heads, chunk, 4),
-            shape(chunks, heads, 2),
-            shape(chunks, heads, dtype=jnp.int32),
-        ],
+        {"gate": log_decay},
+        {
+            "weights": shape(chunks, heads, chunk, 4),
+            "factors": shape(chunks, heads, 2),
+            "flag": shape(chunks, heads, dtype=jnp.int32),
+        },
         programs=chunks * cdiv(heads, block),
-        tile=Tile(block, 1, 1),
+        tile=Tile(block, warps=1),
         length=chunk,
-        H=heads,
-        BH=block,
-        C=chunk,
-        DECAY=call.decay,
-        LIMIT=config.limit,
-        FLIP=call.reverse,
+        head_block=block,
+        limit=config.limit,
     )
-    return Gates(flag=flag, factor=factor, within=weight)
+    return Gates(found.weights, found.factors, found.flag)
 
 
 def head_gate_gradient(
@@ -58,29 +65,22 @@ def head_gate_gradient(
     first: jax.Array | None,
 ) -> jax.Array:
     """The gradient of one gate a head and token, from what the walks of query and key leave."""
-    call, config = launcher.call, launcher.config
-    length = config.chunk * launcher.plan.group
-    groups = launcher.blocks(length)
+    call, length = launcher.call, launcher.config.chunk * launcher.plan.group
     block = min(4, 1 << (call.heads - 1).bit_length())
-    (dgate,) = launcher.launch(
+    dtype = log_decay.dtype if call.decay == "head" else F32
+    (d_gate,) = launcher.launch(
         device("head_gates").sum_head_gates,
-        *(log_decay, query_dots, key_dots, met, first),
-        outputs=[shape(call.batch, call.tokens, call.heads, dtype=log_decay.dtype if call.decay == "head" else F32)],
-        programs=groups * cdiv(call.heads, block),
-        tile=Tile(block, 8, 1),
+        {"gate": log_decay, "query_dots": query_dots, "key_dots": key_dots, "border": met, "first": first},
+        {"d_gate": shape(call.batch, call.tokens, call.heads, dtype=dtype)},
+        programs=launcher.blocks(length) * cdiv(call.heads, block),
+        tile=Tile(block, warps=8),
         length=length,
-        H=call.heads,
-        BH=block,
-        NZ=query_dots.shape[2],
-        C=config.chunk,
-        G=launcher.plan.group,
-        DECAY=call.decay,
-        SCALE=float(call.scale),
-        FINE=call.decay == "constant" and call.dtype == F32,
-        START=first is not None,
-        FLIP=call.reverse,
+        head_block=block,
+        parts=query_dots.shape[2],
+        fine=call.decay == "constant" and call.dtype == F32,
+        start=first is not None,
     )
-    return dgate
+    return d_gate
 
 
 def _columns(dim: int, most: int = 128) -> tuple[int, int]:
@@ -94,11 +94,11 @@ def _heads_at_once(heads: int) -> int:
     return math.gcd(heads, 8)
 
 
-def _rows(launcher: Launcher, tile: Tile, dims: int) -> tuple[int, int]:
+def _rows(launcher: Launcher, tile: Tile, dims: int) -> dict[str, int]:
     """Key dims that the exact path takes at once, and log₂ of the rows that a thread has, with so many dims of each."""
-    width = min(tile.block, padded(launcher.call.key_dim))
+    width = min(tile.rows, padded(launcher.call.key_dim))
     rows = max(1, launcher.config.chunk * width // (32 * tile.warps * dims))
-    return width, rows.bit_length() - 1
+    return {"key_block": width, "log_rows": rows.bit_length() - 1}
 
 
 def fold_key_gates(
@@ -116,183 +116,155 @@ def fold_key_gates(
     call, config = launcher.call, launcher.config
     chunk, chunks, heads, dim = config.chunk, launcher.blocks(config.chunk), call.heads, call.key_dim
     # float16 has too small a range for folded gates
-    folded = F32 if call.dtype == jnp.float16 else call.dtype
-    hat = shape(call.batch, call.tokens, heads, dim, dtype=folded)
-    shared: dict[str, Any] = {
-        "length": chunk,
-        "H": heads,
-        "HQ": query.shape[2],
-        "HK": key.shape[2],
-        "K": dim,
-        "C": chunk,
-        "START": start,
-        "FLIP": call.reverse,
-    }
-    qhat, khat, factor, late, flag = launcher.launch(
+    dtype = F32 if call.dtype == jnp.float16 else call.dtype
+    hats = {"q_hat": launcher.rows(dim, dtype), "k_hat": launcher.rows(dim, dtype)}
+    given = {"query": query, "key": key, "gate": log_decay}
+    shared: dict[str, Any] = {"length": chunk, "start": start}
+    shared |= {"query_heads": query.shape[2], "key_heads": key.shape[2]}
+    found = launcher.launch(
         device("key_gates").fold_gates,
-        *(query, key, log_decay),
-        outputs=[
-            hat,
-            hat,
-            shape(chunks, heads, 4, dim),
-            shape(chunks, heads, dim),
-            shape(chunks, heads, dtype=jnp.int32),
-        ],
+        given,
+        {
+            **hats,
+            "factors": shape(chunks, heads, 4, dim),
+            "late": shape(chunks, heads, dim),
+            "flag": shape(chunks, heads, dtype=jnp.int32),
+        },
         programs=chunks * heads,
-        tile=Tile(padded(dim), max(1, padded(dim) // 128), 1),
-        BK=padded(dim),
-        LIMIT=limit or config.limit,
+        tile=Tile(padded(dim), warps=max(1, padded(dim) // 128)),
+        key_block=padded(dim),
+        limit=limit or config.limit,
         **shared,
     )
+    gates = {"factors": found.factors, "late": found.late, "flag": found.flag}
     if limit:
-        return qhat, khat, Gates(factor=factor, late=late, flag=flag)
-    width, rows = _rows(launcher, config.exact, 4)
-    qhat, khat, score = launcher.launch(
+        return found.q_hat, found.k_hat, Gates(**gates)
+    exact = launcher.launch(
         device("strong_key_gates").exact_scores,
-        *(query, key, log_decay, flag, qhat, khat),
-        outputs=[hat, hat, shape(chunks, heads, chunk, chunk, dtype=folded)],
+        given | {"flag": found.flag},
+        {**hats, "score": shape(chunks, heads, chunk, chunk, dtype=dtype)},
         programs=chunks * heads // _heads_at_once(heads),
         tile=config.exact,
-        aliases={4: 0, 5: 1},
-        HEADS=_heads_at_once(heads),
-        LEVELS=chunk.bit_length() - 1,
-        LR=rows,
-        BK=width,
-        WIDE=call.dtype == jnp.float16,
-        PRECISION=config.precision,
+        in_place={"q_hat": found.q_hat, "k_hat": found.k_hat},
+        heads_at_once=_heads_at_once(heads),
+        **_rows(launcher, config.exact, 4),
         **shared,
     )
-    return qhat, khat, Gates(factor=factor, late=late, flag=flag, within=score)
+    return exact.q_hat, exact.k_hat, Gates(within=exact.score, **gates)
 
 
 def _exact_gradients(
-    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, dqhat: jax.Array, dkhat: jax.Array, given: Any
-) -> list[jax.Array]:
+    launcher: Launcher,
+    x: Inputs,
+    gates: Gates,
+    d_output: jax.Array,
+    dq_hat: jax.Array,
+    dk_hat: jax.Array,
+    d_query: jax.ShapeDtypeStruct,
+    d_key: jax.ShapeDtypeStruct,
+) -> Any:
     """Summands of the gates' gradient, in place of dq̂, and gradients of query and key, all of flagged chunks alone."""
     call, config = launcher.call, launcher.config
-    query, key, value, log_decay = arrays[:4]
     chunk, heads = config.chunk, _heads_at_once(call.heads)
     programs = launcher.blocks(chunk) * call.heads // heads
     # three tiles are added up at once, where the scores are one
-    tile = Tile(config.exact.block, 2 * config.exact.warps, 1)
-    width, rows = _rows(launcher, tile, 2)
-    *results, _ = launcher.launch(
+    tile = Tile(config.exact.rows, warps=2 * config.exact.warps)
+    return launcher.launch(
         device("strong_key_gates").exact_gradients,
-        *(query, key, value, log_decay, doutput, gates.flag, dqhat, dkhat),
-        # the last is where each program keeps the gradients of a chunk's scores
-        outputs=[shape(*dqhat.shape), *given, shape(programs, chunk, chunk)],
+        {
+            **{"query": x.query, "key": x.key, "value": x.value, "gate": x.log_decay, "d_output": d_output},
+            **{"flag": gates.flag, "dq_hat": dq_hat, "dk_hat": dk_hat},
+        },
+        {
+            "summand": shape(*dq_hat.shape),
+            "d_query": d_query,
+            "d_key": d_key,
+            # where each program keeps the gradients of a chunk's scores
+            "d_score": shape(programs, chunk, chunk),
+        },
         programs=programs,
         tile=tile,
         length=chunk,
-        HEADS=heads,
-        PARTS=dqhat.shape[-1] // call.key_dim,
-        aliases={6: 0},
-        LEVELS=chunk.bit_length() - 1,
-        LR=rows,
-        H=call.heads,
-        HQ=query.shape[2],
-        HK=key.shape[2],
-        HV=value.shape[2],
-        HO=doutput.shape[2],
-        K=call.key_dim,
-        V=call.value_dim,
-        C=chunk,
-        SCALE=float(call.scale),
-        FLIP=call.reverse,
-        START=arrays[4] is not None,
-        BK=width,
-        BV=min(2 * config.exact.block, padded(call.value_dim)),
-        WIDE=call.dtype == jnp.float16,
-        PRECISION=config.precision,
+        in_place={"summand": dq_hat},
+        heads_at_once=heads,
+        parts=dq_hat.shape[-1] // call.key_dim,
+        query_heads=x.query.shape[2],
+        key_heads=x.key.shape[2],
+        value_heads=x.value.shape[2],
+        output_heads=d_output.shape[2],
+        start=x.initial_state is not None,
+        value_block=min(2 * config.exact.rows, padded(call.value_dim)),
+        **_rows(launcher, tile, 2),
     )
-    return results
 
 
 def unfold_queries(
-    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, dqhat: jax.Array, khat: jax.Array
+    launcher: Launcher, x: Inputs, gates: Gates, d_output: jax.Array, dq_hat: jax.Array, k_hat: jax.Array
 ) -> jax.Array:
     """The gradient of the query alone, from that of the folded query; of what the query is, nothing is used."""
-    result = shape(*dqhat.shape, dtype=launcher.call.dtype)
+    result = shape(*dq_hat.shape, dtype=launcher.call.dtype)
     # anything may stand for the gradient of the key
-    dqhat, dquery, _ = _exact_gradients(launcher, arrays, gates, doutput, dqhat, khat, [result, result])
-    return unfold_rows(launcher, arrays[3], gates, dqhat, dquery)
+    exact = _exact_gradients(launcher, x, gates, d_output, dq_hat, k_hat, result, result)
+    return unfold_rows(launcher, x.log_decay, gates, exact.summand, exact.d_query)
 
 
 def unfold_rows(
-    launcher: Launcher, log_decay: jax.Array, gates: Gates, dqhat: jax.Array, dquery: jax.Array | None = None
+    launcher: Launcher, log_decay: jax.Array | None, gates: Gates, dq_hat: jax.Array, d_query: jax.Array | None = None
 ) -> jax.Array:
-    """The gradient of the query from that of the folded query; `dquery` is that of flagged chunks, if there are any."""
+    """The gradient of the query from that of the folded query; `d_query` is that of flagged chunks, if there are."""
     call, chunk = launcher.call, launcher.config.chunk
     width, parts = _columns(call.key_dim)
     (found,) = launcher.launch(
         device("key_gates").unfold_rows,
-        *(log_decay, dqhat, gates.late, gates.flag, dquery),
-        outputs=[shape(*dqhat.shape, dtype=call.dtype)],
+        {"gate": log_decay, "hat": dq_hat, "late": gates.late, "flag": gates.flag},
+        {"d_query": shape(*dq_hat.shape, dtype=call.dtype)},
         programs=launcher.blocks(chunk) * call.heads * parts,
-        tile=Tile(width, 1, 1),
+        tile=Tile(width, warps=1),
         length=chunk,
-        aliases=None if dquery is None else {4: 0},
-        H=call.heads,
-        K=call.key_dim,
-        BK=width,
-        C=chunk,
-        FLIP=call.reverse,
+        in_place=None if d_query is None else {"d_query": d_query},
+        key_block=width,
     )
     return found
 
 
 def unfold_key_gates(
-    launcher: Launcher, arrays: Any, gates: Gates, doutput: jax.Array, hats: Any, dtypes: Any
-) -> list[jax.Array]:
+    launcher: Launcher, x: Inputs, gates: Gates, d_output: jax.Array, hats: Hats, dtypes: tuple[Any, Any]
+) -> Any:
     """Gradients of query, key and key gates from those of the folded query and key."""
-    call = launcher.call
-    qhat, khat, dqhat, dkhat, met = hats
-    gradients = [shape(call.batch, call.tokens, call.heads, call.key_dim, dtype=each) for each in dtypes]
-    summand, *found = _exact_gradients(launcher, arrays, gates, doutput, dqhat, dkhat, gradients)
-    return unfold_all(launcher, arrays[3], gates, (qhat, khat, summand, dkhat, met), gradients, found)
+    d_query, d_key = (launcher.rows(launcher.call.key_dim, dtype) for dtype in dtypes)
+    exact = _exact_gradients(launcher, x, gates, d_output, hats.d_query, hats.d_key, d_query, d_key)
+    flagged = {"d_query": exact.d_query, "d_key": exact.d_key}
+    return unfold_all(launcher, x.log_decay, gates, hats._replace(d_query=exact.summand), d_query, d_key, flagged)
 
 
 def unfold_all(
     launcher: Launcher,
-    log_decay: jax.Array,
+    log_decay: jax.Array | None,
     gates: Gates,
-    hats: Any,
-    gradients: list[Any],
-    flagged: list[jax.Array] | None,
-) -> list[jax.Array]:
+    hats: Hats,
+    d_query: jax.ShapeDtypeStruct,
+    d_key: jax.ShapeDtypeStruct,
+    flagged: dict[str, jax.Array] | None = None,
+) -> Any:
     """Gradients of query, key and gates; those of query and key may be there of flagged chunks."""
     call, config = launcher.call, launcher.config
-    qhat, khat, summand, dkhat, met = hats
+    assert log_decay is not None
     group = config.chunk * launcher.plan.group
     groups = launcher.blocks(group) * call.heads
     # few programs have too little of memory on its way at once
     width, parts = _columns(call.key_dim, config.unfold if groups * cdiv(call.key_dim, 128) < 8 * config.fill else 128)
     return launcher.launch(
         device("key_gates").unfold_gates,
-        *(
-            log_decay,
-            qhat,
-            khat,
-            summand,
-            dkhat,
-            gates.late,
-            gates.flag,
-            gates.factor,
-            met,
-            *(flagged or (None, None)),
-        ),
-        outputs=[*gradients, shape(*gradients[0].shape, dtype=log_decay.dtype)],
+        {
+            **{"gate": log_decay, "late": gates.late, "flag": gates.flag, "factors": gates.factors},
+            **{"q_hat": hats.query, "k_hat": hats.key, "dq_hat": hats.d_query, "dk_hat": hats.d_key, "met": hats.met},
+        },
+        {"d_query": d_query, "d_key": d_key, "d_gate": shape(*d_query.shape, dtype=log_decay.dtype)},
         programs=groups * parts,
-        tile=Tile(width, 1, 1),
+        tile=Tile(width, warps=1),
         length=group,
-        aliases={9: 0, 10: 1} if flagged else None,
-        H=call.heads,
-        K=call.key_dim,
-        BK=width,
-        C=config.chunk,
-        G=launcher.plan.group,
-        PARTS=summand.shape[-1] // call.key_dim,
-        MET=met.shape[2],
-        SCALE=float(call.scale),
-        FLIP=call.reverse,
+        in_place=flagged,
+        key_block=width,
+        parts=hats.d_query.shape[-1] // call.key_dim,
+        met_parts=hats.met.shape[2],
     )

@@ -1,29 +1,22 @@
-"""One call on its way to the device: what every kernel is told of it."""
+"""One call on its way to the device: its arrays, and what every kernel is told of it."""
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import Launching, capability
+from ejkernel.kernels._launch import shape
+from ejkernel.kernels.chunks.triton import launching
+from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.chunks.triton.packing import Packing
-from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.triton.configs import Config
+from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-DEVICE = {
-    "across_heads": "ejkernel.kernels.linear_recurrence.triton.device.across_heads",
-    "head_gates": "ejkernel.kernels.linear_recurrence.triton.device.head_gates",
-    "key_gates": "ejkernel.kernels.linear_recurrence.triton.device.key_gates",
-    "row_dots": "ejkernel.kernels.linear_recurrence.triton.device.row_dots",
-    "segments": "ejkernel.kernels.linear_recurrence.triton.device.segments",
-    "step": "ejkernel.kernels.linear_recurrence.triton.device.step",
-    "strong_key_gates": "ejkernel.kernels.linear_recurrence.triton.device.strong_key_gates",
-    "walk": "ejkernel.kernels.linear_recurrence.triton.device.walk",
-}
+_NAMES = ("across_heads", "head_gates", "key_gates", "row_dots", "segments", "step", "strong_key_gates", "walk")
+DEVICE = {name: f"ejkernel.kernels.linear_recurrence.triton.device.{name}" for name in _NAMES}
 
 
 def device(name: str) -> Any:
@@ -31,27 +24,114 @@ def device(name: str) -> Any:
     return importlib.import_module(DEVICE[name])
 
 
-@dataclass(frozen=True)
-class Launcher(Launching):
-    """One call, its cut in blocks, and how its kernels are launched."""
+class Inputs(NamedTuple):
+    """The arrays of a call, as `Call` lists them."""
 
-    call: Call
-    plan: Plan
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array | None
+    value_log_decay: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None = None
+
+    @staticmethod
+    def of(call: Call, arrays: Any) -> "Inputs":
+        """From query, key, value, the log decays (a `(key, value)` pair when both decay), initial state and borders."""
+        query, key, value, decays, initial_state, cu_seqlens = arrays
+        if not isinstance(decays, tuple):
+            decays = (None, decays) if call.value_decay else (decays, None)
+        log_decay, value_log_decay = decays
+        return Inputs(query, key, value, log_decay, value_log_decay, initial_state, cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one walk is for, and the sizes of its operands `x`, `y`, `z` and `w`, which `device.walk` lists."""
+
+    role: str
+    border: str
+    x_heads: int
+    y_heads: int
+    z_heads: int
+    w_heads: int
+    x_dim: int
+    z_dim: int
+    x_block: int  # x dims a program, padded
+    z_block: int  # rows of the state a program
+    precision: str
+    segmented: bool  # time is cut in segments
+    row_dots: bool
+    both: bool  # key and value dims decay
+    flat: bool  # numbers are added up at once, not by rows first, which Triton 3.6 has no code for on Blackwell
+    strong: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels are compiled for; device code gets it as `CALL`. The fields with defaults are some kernels' own."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    group: int
+    decay: Decay
+    scale: float
+    packed: bool
+    whole: bool  # no chunk has a ragged end, which spares masks
+    flip: bool  # the last token comes first
+    wide: bool  # operands are carried as float32
+    precision: str  # of dots on float32 operands
+    levels: int  # of dyadic blocks of a chunk
+    walk: Walk | None = None
+    query_heads: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    output_heads: int = 0
+    key_block: int = 0  # dims, or heads, that a program takes at once
+    value_block: int = 0
+    head_block: int = 0
+    heads_at_once: int = 0
+    log_rows: int = 0  # of a chunk, that a thread has, to base 2
+    parts: int = 1  # in which an array comes, to be added up
+    met_parts: int = 1
+    decays: int = 1  # of a time segment: one, or one a dim
+    value_decay: bool = False
+    reverse: bool = False
+    start: bool = False  # there is a state to start from
+    last: bool = False  # the last state is wanted
+    start_scale: float = 1.0
+    last_scale: float = 1.0
+    limit: float = 0.0  # bits of decay in half a chunk beyond which it is flagged
+    fine: bool = False  # sums are taken in float64
+
+
+@dataclass(frozen=True)
+class Launcher(launching.Launcher):
+    """One call, its cut in blocks, and how its kernels are launched."""
 
     @staticmethod
     def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
+        config = plan.config
+        constants = Constants(
+            heads=call.heads,
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
+            chunk=config.chunk,
+            group=plan.group,
+            decay=call.decay,
+            scale=float(call.scale),
+            packed=call.packed,
+            whole=not call.packed and call.tokens % config.chunk == 0,
+            flip=call.reverse,
+            wide=Plan.carried(call),
+            precision=config.precision,
+            levels=config.chunk.bit_length() - 1,
+        )
         # an empty sequence has a segment: it still hands its initial state on
-        lengths = plan.config.chunk, plan.config.chunk * plan.group, plan.segment
-        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths))
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
-
-    @property
-    def whole(self) -> bool:
-        """Whether no chunk has a ragged end, which spares masks."""
-        return not self.call.packed and self.call.tokens % self.config.chunk == 0
+        lengths = config.chunk, config.chunk * plan.group, plan.segment
+        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), constants)
 
     @property
     def hopper(self) -> bool:
@@ -61,5 +141,9 @@ class Launcher(Launching):
     def by_token(self) -> bool:
         """Whether row dots in bfloat16 come from the kernel whose rows are tokens: where it was timed on a GPU."""
         call = self.call
-        timed = self.hopper and self.whole and call.key_dim == 128 and call.value_dim in (64, 128)
-        return timed and call.dtype == jnp.bfloat16 and self.config.dots is not None
+        timed = self.hopper and self.constants.whole and call.key_dim == 128 and call.value_dim in (64, 128)
+        return timed and call.dtype == jnp.bfloat16 and self.config.head_gate_gradient is not None
+
+    def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of every token and head."""
+        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)

@@ -1,53 +1,56 @@
 """A call's forward and backward, as passes over its tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import F32, padded, shape
+from ejkernel.kernels._launch import padded
+from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import across_heads
 from ejkernel.kernels.linear_recurrence.triton.gates import (
     Gates,
+    Hats,
     fold_head_gates,
     fold_key_gates,
     head_gate_gradient,
     unfold_key_gates,
 )
-from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.walks import Segments, scan, segments, starts, walk
 from ejkernel.xla_utils.utils import cdiv
 
-# Sequences of so few tokens are walked one token at a time.
-FEW_TOKENS = 8
+
+class Prepared(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    query: jax.Array  # with key gates folded in
+    key: jax.Array
+    gates: Gates  # as walks read them
+    first: jax.Array | None = None  # the states that time segments start from
 
 
-def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Any]:
+def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Prepared | None]:
     """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
-    launcher = Launcher.of(call, plan, arrays[5])
+    x = Inputs.of(call, arrays)
+    launcher = Launcher.of(call, plan, x.cu_seqlens)
     if has_few_tokens(call):
-        query, key, value, log_decay, initial_state = arrays[:5]
-        return (*step(launcher, query, key, value, log_decay, None, initial_state), None)
-    prepared = _prepare(launcher, *arrays[:5])
+        return (*step(launcher, x), None)
+    prepared = _prepare(launcher, x)
     query, key, gates, first = prepared
-    operands = (query, key, arrays[2], gates, first)
+    operands = (query, key, x.value, gates, first)
     done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
-    return done.output, done.last, prepared if keep else None
+    return done.output, done.final, prepared if keep else None
 
 
-def has_few_tokens(call: Call) -> bool:
-    """Whether a call is walked one token at a time."""
-    return call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS)
-
-
-def begin(call: Call, plan: Plan, *arrays: Any) -> tuple[Any, Segments, jax.Array]:
+def begin(call: Call, plan: Plan, *arrays: Any) -> tuple[Prepared, Segments, jax.Array]:
     """What needs no initial state: folded operands, what time segments do, and the states that all of them add."""
     query, key, value, log_decay, cu_seqlens = arrays
     launcher = Launcher.of(call, plan, cu_seqlens)
     folded = _fold(launcher, query, key, log_decay, start=True)
-    own = segments(launcher, folded[1], value, folded[2], last=True)
+    own = segments(launcher, folded.key, value, folded.gates, last=True)
     return folded, own, scan(launcher, own, None, last=True)[1]
 
 
@@ -57,24 +60,23 @@ def finish(
     value: jax.Array,
     start: jax.Array,
     cu_seqlens: jax.Array | None,
-    folded: Any,
+    folded: Prepared,
     own: Segments,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Prepared]:
     """The output, and what the backward can use again, from what `begin` has found."""
     launcher = Launcher.of(call, plan, cu_seqlens)
-    query, key, gates = folded
+    query, key, gates, _ = folded
     first = starts(launcher, key, value, gates, start, own=own)
     done = walk(launcher, "output", query, key, value, gates, first, tile=plan.config.output, dtype=call.dtype)
-    return done.output, (*folded, first)
+    return done.output, folded._replace(first=first)
 
 
 def begin_back(
-    call: Call, plan: Plan, cu_seqlens: jax.Array | None, prepared: Any, doutput: jax.Array
+    call: Call, plan: Plan, cu_seqlens: jax.Array | None, prepared: Prepared, d_output: jax.Array
 ) -> tuple[Segments, jax.Array]:
     """What needs no cotangent of the final states: what time segments do, and what comes of the initial states'."""
     launcher = Launcher.of(call, plan, cu_seqlens)
-    qhat, _, gates, _ = prepared
-    own = segments(launcher, qhat, doutput, gates, reverse=True, last=True)
+    own = segments(launcher, prepared.query, d_output, prepared.gates, reverse=True, last=True)
     return own, scan(launcher, own, None, reverse=True, last=True, last_scale=call.scale)[1]
 
 
@@ -83,82 +85,83 @@ def backward(
     call: Call,
     plan: Plan,
     arrays: Any,
-    prepared: Any,
-    doutput: jax.Array,
-    dlast: jax.Array | None,
+    prepared: Prepared | None,
+    d_output: jax.Array,
+    d_final: jax.Array | None,
     own: Segments | None = None,
 ) -> tuple[Any, ...]:
     """Cotangents of query, key, value, log decay (zeros unless `wanted`) and initial state.
 
     `own` is what `begin_back` has found, if it was asked before.
     """
-    query, key, value, log_decay, initial_state, cu_seqlens = arrays
-    launcher = Launcher.of(call, plan, cu_seqlens)
-    qhat, khat, gates, first = prepared or _prepare(launcher, *arrays[:5])
-    config = plan.config
+    x = Inputs.of(call, arrays)
+    launcher = Launcher.of(call, plan, x.cu_seqlens)
+    q_hat, k_hat, gates, first = prepared or _prepare(launcher, x)
+    config, scale = plan.config, 1.0 / call.scale
     is_key = call.decay == "key"
     wanted = wanted or is_key
-    scale = 1.0 / call.scale
-    tile = config.dots or config.gradient if wanted and not is_key else config.gradient
-    ends = starts(launcher, qhat, doutput, gates, dlast, reverse=True, scale=scale, own=own)
+    tile = config.head_gate_gradient or config.gradient if wanted and not is_key else config.gradient
+    ends = starts(launcher, q_hat, d_output, gates, d_final, reverse=True, scale=scale, own=own)
     start_scale = 1.0 if plan.segmented(call) else scale
-    across = wanted and across_heads.pays(launcher, query, key)
-    by_query, by_key, by_value = (_dtype_of_gradient(call, x) for x in (query, key, value))
+    across = wanted and across_heads.applies(launcher, x.query, x.key)
+    by_query, by_key, by_value = (_dtype_of_gradient(call, each) for each in (x.query, x.key, x.value))
     of_value = walk(
-        *(launcher, "dvalue", khat, qhat, doutput, gates, ends),
+        *(launcher, "dvalue", k_hat, q_hat, d_output, gates, ends),
         tile=config.output,
         dtype=by_value,
-        last=initial_state is not None,
+        last=x.initial_state is not None,
         start_scale=start_scale,
         last_scale=call.scale,
         every_chunk=across,
     )
     if across:
-        dquery, dkey, dots, met = across_heads.gradients(
-            launcher, arrays, gates, first, doutput, dlast, of_value.borders
+        d_query, d_key, dots, met = across_heads.gradients(
+            launcher, x, gates, first, d_output, d_final, of_value.border
         )
     else:
         if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
             # the kernel whose rows are tokens knows gates of each token alone
-            gates = fold_head_gates(launcher, log_decay)
+            assert x.log_decay is not None
+            gates = fold_head_gates(launcher, x.log_decay)
         of_key = walk(
-            *(launcher, "dkey", value, doutput, qhat, gates, ends),
+            *(launcher, "dkey", x.value, d_output, q_hat, gates, ends),
             tile=tile,
             dtype=F32 if is_key else by_key,
             start_scale=start_scale,
-            gate_gradient=key if wanted else None,
+            gate_gradient=x.key if wanted else None,
             in_parts=is_key,
         )
         of_query = walk(
-            *(launcher, "dquery", doutput, value, khat, gates, first),
-            tile=config.meeting or tile if is_key else tile,
+            *(launcher, "dquery", d_output, x.value, k_hat, gates, first),
+            tile=config.key_gate_query_gradient or tile if is_key else tile,
             dtype=F32 if is_key else by_query,
-            gate_gradient=query if wanted else None,
-            meets=of_key.borders if wanted else None,
+            gate_gradient=x.query if wanted else None,
+            meets=of_key.border if wanted else None,
             in_parts=is_key,
         )
-        dquery, dkey, met = of_query.output, of_key.output, of_query.borders
-        dots = of_query.rowdots, of_key.rowdots
-    dvalue, dstart = of_value.output, of_value.last
-    dgate = None
+        d_query, d_key, met = of_query.output, of_key.output, of_query.border
+        dots = of_query.row_dots, of_key.row_dots
+    d_gate = None
     if is_key:
-        hats = (qhat, khat, dquery, dkey, met)
-        dquery, dkey, dgate = unfold_key_gates(launcher, arrays, gates, doutput, hats, (by_query, by_key))
+        hats = Hats(q_hat, k_hat, d_query, d_key, met)
+        d_query, d_key, d_gate = unfold_key_gates(launcher, x, gates, d_output, hats, (by_query, by_key))
     elif wanted:
-        start = None if initial_state is None else _met(initial_state.astype(F32), dstart)
-        dgate = head_gate_gradient(launcher, log_decay, *dots, met, start)
+        assert x.log_decay is not None
+        start = None if x.initial_state is None else _met(x.initial_state.astype(F32), of_value.final)
+        d_gate = head_gate_gradient(launcher, x.log_decay, *dots, met, start)
         if call.decay == "constant":
-            dgate = _sum_tokens(call, dgate, cu_seqlens)
-            dgate = jnp.where(jnp.isneginf(log_decay), 0, dgate).astype(log_decay.dtype)
-    elif log_decay is not None:
-        dgate = jnp.zeros_like(log_decay)
-    dquery, dkey, dvalue = (sum_shared(call, x, dx) for x, dx in ((query, dquery), (key, dkey), (value, dvalue)))
-    return dquery, dkey, dvalue, dgate, None if initial_state is None else dstart.astype(initial_state.dtype)
+            d_gate = _sum_tokens(call, d_gate, x.cu_seqlens)
+            d_gate = jnp.where(jnp.isneginf(x.log_decay), 0, d_gate).astype(x.log_decay.dtype)
+    elif x.log_decay is not None:
+        d_gate = jnp.zeros_like(x.log_decay)
+    of_tokens = (x.query, d_query), (x.key, d_key), (x.value, of_value.output)
+    d_start = None if x.initial_state is None else of_value.final.astype(x.initial_state.dtype)
+    return *(sum_shared(call, each, d_each) for each, d_each in of_tokens), d_gate, d_start
 
 
-def _met(state: jax.Array, dstate: jax.Array) -> jax.Array:
+def _met(state: jax.Array, d_state: jax.Array) -> jax.Array:
     """⟨S, dS⟩ of each head; the gradient of nothing may be infinite."""
-    return jnp.where(state == 0, 0, state * dstate).sum((2, 3))
+    return jnp.where(state == 0, 0, state * d_state).sum((2, 3))
 
 
 def _dtype_of_gradient(call: Call, x: jax.Array) -> Any:
@@ -176,74 +179,51 @@ def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
     return dx.reshape(*x.shape[:3], -1, x.shape[-1]).sum(3).astype(call.dtype)
 
 
-def _sum_tokens(call: Call, dgate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def _sum_tokens(call: Call, d_gate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """The gradient of one gate a sequence and head from one a token: `[B, T, H]` to `[N, H]`."""
     if cu_seqlens is None:
-        return dgate.sum(1)
+        return d_gate.sum(1)
     token = jnp.arange(call.tokens)[None, :, None]
     inside = (token >= cu_seqlens[:-1, None, None]) & (token < cu_seqlens[1:, None, None])
-    return jnp.where(inside, dgate, 0).sum(1)
+    return jnp.where(inside, d_gate, 0).sum(1)
 
 
-def _prepare(
-    launcher: Launcher,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array | None,
-    initial_state: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, Gates, jax.Array | None]:
+def _prepare(launcher: Launcher, x: Inputs) -> Prepared:
     """Queries and keys with key gates folded in, the gates as walks read them, and the segments' first states."""
-    query, key, gates = _fold(launcher, query, key, log_decay, start=initial_state is not None)
-    return query, key, gates, starts(launcher, key, value, gates, initial_state)
+    folded = _fold(launcher, x.query, x.key, x.log_decay, start=x.initial_state is not None)
+    return folded._replace(first=starts(launcher, folded.key, x.value, folded.gates, x.initial_state))
 
 
-def _fold(
-    launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool
-) -> tuple[jax.Array, jax.Array, Gates]:
+def _fold(launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool) -> Prepared:
     """Queries and keys with key gates folded in, and the gates as walks read them."""
     if launcher.call.decay == "key":
-        return fold_key_gates(launcher, query, key, log_decay, start=start)
-    if launcher.call.decay == "constant" and launcher.whole:
-        return query, key, Gates(within=log_decay)
-    return query, key, Gates() if log_decay is None else fold_head_gates(launcher, log_decay)
+        return Prepared(*fold_key_gates(launcher, query, key, log_decay, start=start))
+    if launcher.call.decay == "constant" and launcher.constants.whole:
+        return Prepared(query, key, Gates(within=log_decay))
+    return Prepared(query, key, Gates() if log_decay is None else fold_head_gates(launcher, log_decay))
 
 
-def step(
-    launcher: Launcher,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array | None,
-    value_log_decay: jax.Array | None,
-    initial_state: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+def step(launcher: Launcher, x: Inputs) -> Any:
     """Output and final states, one token after the other."""
-    call, tile = launcher.call, launcher.config.step
+    call, tile, state = launcher.call, launcher.config.step, x.initial_state
     # as much of a state as the registers hold
-    block = min(tile.block, padded(call.value_dim), 16384 // padded(call.key_dim))
-    in_place = initial_state is not None and initial_state.dtype == F32
-    state = (call.sequences, call.heads, call.key_dim, call.value_dim)
-    output, last = launcher.launch(
+    block = min(tile.rows, padded(call.value_dim), 16384 // padded(call.key_dim))
+    return launcher.launch(
         device("step").step,
-        *(query, key, value, log_decay, value_log_decay, initial_state),
-        outputs=[shape(call.batch, call.tokens, call.heads, call.value_dim, dtype=call.dtype), shape(*state)],
+        {
+            **{"query": x.query, "key": x.key, "value": x.value, "start": state},
+            **{"gate": x.log_decay, "value_gate": x.value_log_decay},
+        },
+        {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        aliases={5: 1} if in_place else None,
-        H=call.heads,
-        HQ=query.shape[2],
-        HK=key.shape[2],
-        HV=value.shape[2],
-        K=call.key_dim,
-        V=call.value_dim,
-        BK=padded(call.key_dim),
-        BV=block,
-        DECAY=call.decay,
-        VALUE_DECAY=value_log_decay is not None,
-        SCALE=float(call.scale),
-        FLIP=call.reverse,
-        START=initial_state is not None,
+        in_place={"final": state} if state is not None and state.dtype == F32 else None,
+        query_heads=x.query.shape[2],
+        key_heads=x.key.shape[2],
+        value_heads=x.value.shape[2],
+        key_block=padded(call.key_dim),
+        value_block=block,
+        value_decay=x.value_log_decay is not None,
+        start=state is not None,
     )
-    return output, last

@@ -25,7 +25,7 @@ def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> 
     """As `Phases.begin`."""
     if call.value_decay:
         return _OTHERS.begin(call, inputs, cu_seqlens)
-    inner, arrays = _served(call, inputs, cu_seqlens)
+    inner, arrays = _cast_inputs(call, inputs, cu_seqlens)
     folded, own, added = foldable(passes.begin, inner, Plan.of(inner))(*arrays)
     return (folded, own), added
 
@@ -36,7 +36,7 @@ def finish(
     """As `Phases.finish`."""
     if call.value_decay:
         return _OTHERS.finish(call, inputs, cu_seqlens, memory, start)
-    inner, (_, _, value, _, borders, start) = _served(call, inputs, cu_seqlens, start)
+    inner, (_, _, value, _, borders, start) = _cast_inputs(call, inputs, cu_seqlens, start)
     output, kept = foldable(passes.finish, inner, Plan.of(inner))(value, start, borders, *memory)
     return output.astype(call.dtype), kept
 
@@ -52,7 +52,7 @@ def begin_back(
     """As `Phases.begin_back`."""
     if call.value_decay:
         return _OTHERS.begin_back(call, inputs, cu_seqlens, start, kept, d_output)
-    inner, (*_, borders, d_output) = _served(call, inputs, cu_seqlens, d_output)
+    inner, (*_, borders, d_output) = _cast_inputs(call, inputs, cu_seqlens, d_output)
     return foldable(passes.begin_back, inner, Plan.of(inner))(borders, kept, d_output.astype(inner.dtype))
 
 
@@ -68,17 +68,17 @@ def finish_back(
     """As `Phases.finish_back`."""
     if call.value_decay:
         return _OTHERS.finish_back(call, inputs, cu_seqlens, start, kept, own, cotangents)
-    inner, (*arrays, borders, start, d_output, d_end) = _served(call, inputs, cu_seqlens, start, *cotangents)
+    inner, (*arrays, borders, start, d_output, d_end) = _cast_inputs(call, inputs, cu_seqlens, start, *cotangents)
     run = foldable(partial(passes.backward, inputs[3] is not None), inner, Plan.of(inner))
     found = run((*arrays, start, borders), kept, d_output.astype(inner.dtype), d_end, own)
     return *(d if d is None else d.astype(x.dtype) for d, x in zip(found[:4], inputs[:4], strict=True)), None
 
 
-def _served(
+def _cast_inputs(
     call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, *others: jax.Array
 ) -> tuple[Call, list[Any]]:
     """The call as kernels have it, with query, key, value, log decay, borders and others."""
-    return triton.served(call, *inputs[:4], cu_seqlens, *others)
+    return triton.cast_inputs(call, *inputs[:4], cu_seqlens, *others)
 
 
 PHASES = Phases(begin, finish, begin_back, finish_back)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.chunks.triton.launching import capability, padded
+from ejkernel.kernels._launch import padded
+from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import configs
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
@@ -32,10 +33,13 @@ class Plan:
             for dim in (max(call.key_dim, call.value_dim), call.key_dim, call.value_dim)
         )
         # the columns of the state that a walk carries are what its tile has to fit
-        config = replace(config, output=by_key.output, segments=by_key.segments, halved=by_key.halved)
-        config = replace(config, gradient=by_value.gradient, dots=by_value.dots, meeting=by_value.meeting)
+        config = replace(
+            config, output=by_key.output, segments=by_key.segments, stages_if_half_full=by_key.stages_if_half_full
+        )
+        config = replace(config, gradient=by_value.gradient, head_gate_gradient=by_value.head_gate_gradient)
+        config = replace(config, key_gate_query_gradient=by_value.key_gate_query_gradient)
         rows = 1 if call.packed else call.batch
-        programs = rows * call.heads * cdiv(call.value_dim, min(config.output.block, padded(call.value_dim)))
+        programs = rows * call.heads * cdiv(call.value_dim, min(config.output.rows, padded(call.value_dim)))
         programs *= cdiv(call.key_dim, config.output.columns)
         # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
         # in segments of whole groups, these must not be long
@@ -49,8 +53,8 @@ class Plan:
 
     @staticmethod
     def carried(call: Call) -> bool:
-        """Whether the call's operands are carried as float32: float16 has too small a range for folded gates."""
-        return call.dtype == jnp.float16 and call.decay == "key"
+        """Whether the call's operands are carried as float32: float16 has too small a range for states and gates."""
+        return call.dtype == jnp.float16
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens

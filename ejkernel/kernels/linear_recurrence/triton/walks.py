@@ -1,80 +1,40 @@
 """The walk over a call's chunks, in the roles that `device.walk` lists."""
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.triton.launching import F32, Tile, padded, shape
-from ejkernel.kernels.linear_recurrence.call import Decay
+from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates
-from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, device
-from ejkernel.kernels.linear_recurrence.triton.plan import Plan
+from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, Walk, device
 from ejkernel.xla_utils.utils import cdiv
 
 Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
 Segments = tuple[jax.Array, jax.Array]  # states that time segments add `[segments, H, K, V]`, and their decays
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes that the kernel is compiled for; `x`, `y`, `z` and `w` are its operands."""
+class Border(StrEnum):
+    """What a walk stores at the later end of each group of chunks."""
 
-    heads: int
-    x_heads: int
-    y_heads: int
-    z_heads: int
-    w_heads: int
-    x_dim: int
-    z_dim: int
-    x_block: int  # x dims a program, padded
-    z_block: int  # rows of the state a program
-    chunk: int
-    group: int
-    whole: bool  # no chunk has a ragged end
-    segmented: bool  # time is cut in segments
-    flip: bool  # the last token comes first
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """How operands are multiplied, and by what the output and the states at the ends."""
-
-    precision: str
-    wide: bool  # operands are carried as float32
-    scale: float
-    start_scale: float
-    last_scale: float
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What one walk is for."""
-
-    role: Role
-    decay: Decay
-    reverse: bool
-    start: bool  # there is a state to start from
-    last: bool  # the last state is wanted
-    rowdot: bool
-    border: int
-    both: bool = False  # key and value dims decay
-    strong: int = 0
-    flat: bool = False  # numbers are added up at once, not by rows first, which Triton 3.6 has no code for on Blackwell
+    NONE = "none"
+    STATE = "state"  # its state
+    SEEN = "seen"  # its state as the rows of x see it
+    MET = "met"  # sums of products of its state with that of the walk in reverse, of each row or for a head of all
+    ENTERED = "entered"  # nothing there, but the state with which it enters each chunk
 
 
 @dataclass(frozen=True)
 class Walked:
-    """What a walk gives, as far as its role does; segments' decays come in the place of borders.
-
-    At the borders of groups it is a state's gradient in reverse, and forward what the states are that meet it.
-    """
+    """What a walk gives, as far as its role does; segments' decays come in the place of borders."""
 
     output: jax.Array
-    last: jax.Array
-    rowdots: jax.Array
-    borders: jax.Array
+    final: jax.Array
+    row_dots: jax.Array
+    border: jax.Array
 
 
 def walk(
@@ -108,45 +68,47 @@ def walk(
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
     reverse = reverse or role in ("dvalue", "dkey")
-    rowdot = None if call.decay == "key" else gate_gradient
-    # a folded key meets states as its rows see them
-    border = 4 if every_chunk else 0 if gate_gradient is None else 3 if not reverse else 2 if call.decay == "key" else 1
+    w = None if call.decay == "key" else gate_gradient
+    border = Border.ENTERED if every_chunk else Border.NONE
+    if gate_gradient is not None:
+        # a folded key meets states as its rows see them
+        border = Border.MET if not reverse else Border.SEEN if call.decay == "key" else Border.STATE
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
-    block = min(tile.block, max(padded(z_dim), fewest))
-    if (role == "output" or every_chunk) and call.decay == "head" and config.halved and 2 * block <= tile.block:
-        tile = replace(tile, stages=config.halved)
+    block = min(tile.rows, max(padded(z_dim), fewest))
+    half_full = call.decay == "head" and config.stages_if_half_full and 2 * block <= tile.rows
+    if (role == "output" or every_chunk) and half_full:
+        tile = replace(tile, stages=config.stages_if_half_full)
     # as much of the state a warp as the tile was measured with
-    tile = replace(tile, block=block, warps=max(4, tile.warps * block // tile.block))
+    tile = replace(tile, rows=block, warps=max(4, tile.warps * block // tile.rows))
     x_block = min(padded(x_dim), tile.columns)
     sums, parts = cdiv(x_dim, x_block), cdiv(z_dim, block)
     n_segments, n_groups = launcher.blocks(plan.segment), launcher.blocks(config.chunk * plan.group)
     state = (call.heads, call.key_dim, call.value_dim)
-    entered = shape(launcher.blocks(config.chunk), call.heads, z_dim, x_dim, dtype=call.dtype)
-    outputs: list[Any]
+    outputs: dict[str, Any] = dict.fromkeys(("output", "final", "row_dots", "border"))
     if x is None:
         decays = (call.key_dim if call.decay == "key" else 1) + (call.value_dim if other else 0)
-        decay_of_each = shape(n_segments, call.heads, decays)
-        outputs = [None, shape(n_segments, *state), None, entered if every_chunk else decay_of_each]
+        outputs |= {"final": shape(n_segments, *state), "border": shape(n_segments, call.heads, decays)}
     else:
-        outputs = [
-            shape(call.batch, call.tokens, call.heads, sums * z_dim, dtype=dtype if sums == 1 else F32),
-            shape(call.sequences, *state) if last else None,
-            None if rowdot is None else shape(call.batch, call.tokens, sums * parts, call.heads),
-            None,
-        ]
-        if every_chunk:
-            outputs[3] = entered
-        elif border == 3:
-            outputs[3] = shape(n_groups, call.heads, *((sums, z_dim) if call.decay == "key" else (sums * parts,)))
-        elif border:
-            # one of the two that meet as its own walk has rounded it, so that what cancels takes its error along
-            seen = F32 if call.dtype == jnp.float16 else y.dtype
-            outputs[3] = shape(n_groups, call.heads, z_dim, x_dim, dtype=seen)
-    x_heads, y_heads, z_heads, w_heads = (call.heads if each is None else each.shape[2] for each in (x, y, z, rowdot))
-    sizes = Shape(
-        heads=call.heads,
+        outputs["output"] = launcher.rows(sums * z_dim, dtype if sums == 1 else F32)
+        outputs["final"] = shape(call.sequences, *state) if last else None
+        outputs["row_dots"] = None if w is None else shape(call.batch, call.tokens, sums * parts, call.heads)
+    if border == Border.ENTERED:
+        outputs["border"] = shape(launcher.blocks(config.chunk), call.heads, z_dim, x_dim, dtype=call.dtype)
+    elif border == Border.MET:
+        each = (sums, z_dim) if call.decay == "key" else (sums * parts,)
+        outputs["border"] = shape(n_groups, call.heads, *each)
+    elif border != Border.NONE:
+        # one of the two that meet as its own walk has rounded it, so that what cancels takes its error along
+        seen = F32 if call.dtype == jnp.float16 else y.dtype
+        outputs["border"] = shape(n_groups, call.heads, z_dim, x_dim, dtype=seen)
+    x_heads, y_heads, z_heads, w_heads = (call.heads if each is None else each.shape[2] for each in (x, y, z, w))
+    # a constant gate may have been folded as one of each token
+    decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
+    cut = Walk(
+        role=role,
+        border=border,
         x_heads=x_heads,
         y_heads=y_heads,
         z_heads=z_heads,
@@ -155,46 +117,44 @@ def walk(
         z_dim=z_dim,
         x_block=x_block,
         z_block=block,
-        chunk=config.chunk,
-        group=plan.group,
-        whole=launcher.whole,
+        # one pass of TF32 has float16's digits and float32's range
+        precision="tf32" if launcher.constants.wide else config.precision,
         segmented=plan.segmented(call),
-        flip=call.reverse,
+        row_dots=w is not None,
+        both=other is not None,
+        flat=not launcher.hopper,
     )
-    carried = Plan.carried(call)
-    # one pass of TF32 has float16's digits and float32's range
-    precision = "tf32" if carried else config.precision
-    numbers = Numbers(precision, carried, float(call.scale), float(start_scale), float(last_scale))
-    # a constant gate may have been folded as one of each token
-    decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
-    asked = role, decay, reverse, start is not None, last, rowdot is not None, border, other is not None
-    kind = Walk(*asked, flat=not launcher.hopper)
-    results: list[Any] = [None] * 4
-    given = (x, y, z, rowdot, gates.within, gates.factor, other and other.factor, gates.flag, start, meets)
-    by_token = rowdot is not None and decay == "head" and launcher.by_token
-    for strong in range(2 if decay == "head" else 1):
-        kernel, cut = device("walk").walk, tile
+    given = {"x": x, "y": y, "z": z, "w": w, "within": gates.within, "factors": gates.factors, "flag": gates.flag}
+    given |= {"other": None if other is None else other.factors, "start": start, "d_state": meets}
+    by_token = w is not None and decay == "head" and launcher.by_token
+    before: dict[str, jax.Array] | None = None
+    for strong in (False, True) if decay == "head" else (False,):
+        kernel, timed = device("walk").walk, tile
         if by_token and not strong:
             # two programs a multiprocessor have room for three stages
-            kernel, cut = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
+            kernel, timed = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
         results = launcher.launch(
             kernel,
-            *(*given, *results),
-            outputs=outputs,
+            given,
+            outputs,
             programs=n_segments * call.heads * sums * parts,
-            tile=cut,
+            tile=timed,
             length=plan.segment,
-            segment=True,
             # the second kernel completes what the first one has left out
-            aliases={len(given) + i: i for i, each in enumerate(outputs) if each is not None} if strong else None,
-            SHAPE=sizes,
-            NUMBERS=numbers,
-            WALK=replace(kind, strong=strong),
+            in_place=before,
+            walk=replace(cut, strong=strong),
+            decay=decay,
+            reverse=reverse,
+            start=start is not None,
+            last=last,
+            start_scale=float(start_scale),
+            last_scale=float(last_scale),
         )
-    output, *rest = results
+        before = {name: each for name, each in results._asdict().items() if each is not None}
+    output = results.output
     if sums > 1 and x is not None and not in_parts:
         output = output.reshape(*output.shape[:3], sums, z_dim).sum(3).astype(dtype)
-    return Walked(output, *rest)
+    return Walked(output, results.final, results.row_dots, results.border)
 
 
 def segments(
@@ -209,7 +169,7 @@ def segments(
     """What each time segment adds to a state, and its decay; those that sequences end with only if `last`."""
     tile = launcher.config.segments or launcher.config.output
     own = walk(launcher, "segment", None, y, z, gates, None, tile=tile, reverse=reverse, other=other, last=last)
-    return own.last, own.borders
+    return own.final, own.border
 
 
 def scan(
@@ -220,33 +180,26 @@ def scan(
     scale: float = 1.0,
     last: bool = False,
     last_scale: float = 1.0,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """The state at the start of each time segment and, if asked for, those that sequences end with."""
-    call = launcher.call
+    call, (added, decays) = launcher.call, own
     block, columns = min(32, padded(call.key_dim)), min(256, padded(call.value_dim))
-    return launcher.launch(
+    found = launcher.launch(
         device("segments").scan_segments,
-        *(*own, state),
-        outputs=[
-            shape(*own[0].shape),
-            shape(call.sequences, call.heads, call.key_dim, call.value_dim) if last else None,
-        ],
+        {"segments": added, "decay": decays, "start": state},
+        {"starts": shape(*added.shape), "final": launcher.states() if last else None},
         programs=call.sequences * call.heads * cdiv(call.key_dim, block) * cdiv(call.value_dim, columns),
-        tile=Tile(block, 4, 2),
-        segment=True,
-        H=call.heads,
-        K=call.key_dim,
-        V=call.value_dim,
-        BK=block,
-        BV=columns,
-        DECAYS=own[1].shape[-1],
-        KEYED=call.decay == "key",
-        START=state is not None,
-        START_SCALE=float(scale),
-        LAST=last,
-        LAST_SCALE=float(last_scale),
-        REVERSE=reverse,
+        tile=Tile(block, stages=2),
+        key_block=block,
+        value_block=columns,
+        decays=decays.shape[-1],
+        start=state is not None,
+        start_scale=float(scale),
+        last=last,
+        last_scale=float(last_scale),
+        reverse=reverse,
     )
+    return found.starts, found.final
 
 
 def starts(

@@ -1,23 +1,21 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: what one gate a head and token makes of a chunk's rows."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.gates import MOST, in_bits
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, locate, token_of, token_offsets
 
 # What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
 # beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
 # that happens to be IDLE loses its last bit.
 IDLE = tl.constexpr(2.0**-60 + 2.0**-83)
 LEAST_BETA = tl.constexpr(2.0**-100)
-# bits of a chunk's gates, a token, from which on its keys may be alike; the same with betas of 1 or more; and of how
+# bits of a chunk's gates, a token, from which on its keys may coincide; the same with betas of 1 or more; and of how
 # many tokens it takes
 WEAK = tl.constexpr(-3.0 / 64)
 WEAK_WRITTEN = tl.constexpr(-14.0 / 64)
-FEWEST_ALIKE = tl.constexpr(16)
+FEWEST_COINCIDING = tl.constexpr(16)
 # numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates, whole bits and rest
 WEIGHTS = tl.constexpr(5)
 
@@ -42,44 +40,31 @@ def marked(b_beta):
 
 
 @triton.jit
-def weigh(
-    p_beta,
-    p_gate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_weight,
-    p_weak,
-    p_squares,
-    CALL: tl.constexpr,
-    BH: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def weigh(p, CALL: tl.constexpr):
     """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
 
-    And in which chunks gates are so weak that keys may be alike; where `squares` of these go is left as it is.
+    And in which chunks gates are so weak that keys may coincide; where `squares` of these go is left as it is.
     Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
     times infinity is no number.
     """
+    BH: tl.constexpr = CALL.head_block
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     i_program = tl.program_id(0)
     NH: tl.constexpr = (H + BH - 1) // BH
     i_block = i_program // NH
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_read = (o_h[:, None] < H) & (i_row + o_r < n_read)[None, :]
     p_tile = (i_token + o_t)[None, :] * H + o_h[:, None]
-    b_beta = tl.load(p_beta + p_tile, mask=m_read, other=0.0).to(tl.float32)
+    b_beta = tl.load(p.beta + p_tile, mask=m_read, other=0.0).to(tl.float32)
     # the first gate is in the state that the sequence begins with
     m_gate = m_read & (i_row + o_r > 0)[None, :]
-    b_gate = in_bits(tl.load(p_gate + p_tile, mask=m_gate, other=0.0).to(tl.float32))
+    b_gate = in_bits(tl.load(p.gate + p_tile, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
     b_part = b_gate - b_whole
     b_whole_end = tl.sum(b_whole, 1)[:, None]
@@ -88,15 +73,15 @@ def weigh(
     b_part = tl.cumsum(b_part, 1)
     b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
     b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
-    p_row = p_weight + (i_block.to(tl.int64) * H + o_h)[:, None] * (WEIGHTS * C) + o_r[None, :]
+    p_row = p.weights + (i_block.to(tl.int64) * H + o_h)[:, None] * (WEIGHTS * C) + o_r[None, :]
     m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
     tl.store(p_row, marked(b_beta), mask=m_head)
     tl.store(p_row + C, b_since, mask=m_head)
     tl.store(p_row + 2 * C, b_until, mask=m_head)
     tl.store(p_row + 3 * C, b_whole, mask=m_head)
     tl.store(p_row + 4 * C, b_part, mask=m_head)
-    if CALL.alike:
+    if CALL.keys_may_coincide:
         b_least = tl.where(tl.max(tl.abs(b_beta), 1) < 1.0, WEAK, WEAK_WRITTEN)
         n_here = tl.minimum(n_read - i_row, C)
-        is_weak = (tl.sum(b_whole_end + b_part_end, 1) > b_least * n_here) & (n_here >= FEWEST_ALIKE)
-        tl.store(p_weak + i_block.to(tl.int64) * H + o_h, is_weak.to(tl.int32), mask=o_h < H)
+        is_weak = (tl.sum(b_whole_end + b_part_end, 1) > b_least * n_here) & (n_here >= FEWEST_COINCIDING)
+        tl.store(p.weak + i_block.to(tl.int64) * H + o_h, is_weak.to(tl.int32), mask=o_h < H)

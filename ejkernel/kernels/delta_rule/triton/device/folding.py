@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one gate a key dim, none too strong: gates folded into queries and keys, and systems of the result.
 
 A chunk's gates are folded against one reference in its middle: queries and keys are decayed from there to their tokens,
@@ -10,9 +8,9 @@ takes a small part of the instructions of sums by products of tiles.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of, token_offsets
-from ejkernel.kernels.delta_rule.triton.device.alike import store_squares
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
 from ejkernel.kernels.delta_rule.triton.device.inverse import scores
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
@@ -49,8 +47,8 @@ def load_each(
 
 @triton.jit
 def load_half(
-    p_q, p_k, p_gate, i_first, n_rows, n_read, i_row, i_h, o_k, m_k, CALL: tl.constexpr, ROWS: tl.constexpr,
-    LATE: tl.constexpr, WHOLE: tl.constexpr,
+    p, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
+    ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
     """Gates, queries and keys from the `i_row`-th outwards."""
     H: tl.constexpr = CALL.heads
@@ -59,9 +57,9 @@ def load_half(
     K: tl.constexpr = CALL.key_dim
     STEP: tl.constexpr = -K if CALL.flip else K
     i_token = token_of(i_first, n_rows, i_row, CALL.flip)
-    p_gate += (i_token * H + i_h) * K + o_k
-    p_q += (i_token * HQ + i_h // (H // HQ)) * K + o_k
-    p_k += (i_token * HK + i_h // (H // HK)) * K + o_k
+    p_gate = p.gate + ((i_token * H + i_h) * K + o_k)
+    p_q = p.query + ((i_token * HQ + i_h // (H // HQ)) * K + o_k)
+    p_k = p.key + ((i_token * HK + i_h // (H // HK)) * K + o_k)
     # the first gate is in the state that the sequence begins with
     gates = load_each(p_gate, i_row, 0, n_read, m_k, ROWS, LATE, STEP * H, WHOLE and LATE)
     keys = load_each(p_k, i_row, -1, n_read, m_k, ROWS, LATE, STEP * HK, WHOLE)
@@ -71,14 +69,13 @@ def load_half(
 
 @triton.jit
 def store_half(
-    gates, queries, keys, b_sum, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
-    CALL: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr,
+    p, loaded, b_sum, b_most, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
+    ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
     """Folds what `load_half` gave; returns the sum of gates so far, and the largest on the way."""
-    H: tl.constexpr = CALL.heads
-    K: tl.constexpr = CALL.key_dim
-    STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * H * K
-    o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * H + i_h) * K + o_k
+    STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * CALL.heads * CALL.key_dim
+    gates, queries, keys = loaded
+    o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * CALL.heads + i_h) * CALL.key_dim + o_k
     for i in tl.static_range(ROWS):
         # before the middle, a row's own gate does not lie between
         b_gate = gates[i] * LOG2E
@@ -89,27 +86,25 @@ def store_half(
         if not LATE:
             b_sum += b_gate
         b_most = tl.maximum(b_most, tl.abs(b_sum))
-        b_query = (queries[i] * b_there).to(p_query.dtype.element_ty)
-        b_recall = (keys[i] * b_there).to(p_query.dtype.element_ty)
-        b_write = (keys[i] * b_back).to(p_query.dtype.element_ty)
+        b_query = (queries[i] * b_there).to(p.folded_query.dtype.element_ty)
+        b_recall = (keys[i] * b_there).to(p.folded_query.dtype.element_ty)
+        b_write = (keys[i] * b_back).to(p.folded_query.dtype.element_ty)
         if WHOLE:
-            tl.store(p_query + o_rows + i * STEP, b_query)
-            tl.store(p_recall + o_rows + i * STEP, b_recall)
-            tl.store(p_write + o_rows + i * STEP, b_write)
+            tl.store(p.folded_query + o_rows + i * STEP, b_query)
+            tl.store(p.recall + o_rows + i * STEP, b_recall)
+            tl.store(p.write + o_rows + i * STEP, b_write)
         else:
             m_row = m_k & ((i_row + i if LATE else i_row - i) < n_read)
-            tl.store(p_query + o_rows + i * STEP, b_query, mask=m_row)
-            tl.store(p_recall + o_rows + i * STEP, b_recall, mask=m_row)
-            tl.store(p_write + o_rows + i * STEP, b_write, mask=m_row)
+            tl.store(p.folded_query + o_rows + i * STEP, b_query, mask=m_row)
+            tl.store(p.recall + o_rows + i * STEP, b_recall, mask=m_row)
+            tl.store(p.write + o_rows + i * STEP, b_write, mask=m_row)
     return b_sum, b_most
 
 
 @triton.jit
-def fold_chunk(
-    p_q, p_k, p_gate, p_query, p_recall, p_write, p_factor, i_first, n_rows, n_read, i_row, i_h, i_chunk,
-    CALL: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
+def fold_chunk(p, i_first, n_rows, n_read, i_row, i_h, i_chunk, CALL: tl.constexpr):
     """Stores a chunk's queries and keys, folded, and decays of states; returns if gates are too strong for that."""
+    BK: tl.constexpr = CALL.key_block
     K: tl.constexpr = CALL.key_dim
     HALF: tl.constexpr = CALL.chunk // 2
     WHOLE: tl.constexpr = CALL.whole and K == BK
@@ -123,99 +118,65 @@ def fold_chunk(
     for i in range(0, HALF // ROWS):
         i_late = i_row + HALF + ROWS * i
         i_early = i_row + HALF - 1 - ROWS * i
-        late_g, late_q, late_k = load_half(
-            p_q, p_k, p_gate, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, CALL, ROWS, True, WHOLE
-        )
-        early_g, early_q, early_k = load_half(
-            p_q, p_k, p_gate, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, CALL, ROWS, False, WHOLE
-        )
+        late = load_half(p, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
+        early = load_half(p, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL)
         b_late, b_most = store_half(
-            late_g, late_q, late_k, b_late, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_late, i_h,
-            o_k, m_k, CALL, ROWS, True, WHOLE,
-        )  # fmt: skip
+            p, late, b_late, b_most, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL
+        )
         b_early, b_most = store_half(
-            early_g, early_q, early_k, b_early, b_most, p_query, p_recall, p_write, i_first, n_rows, n_read, i_early,
-            i_h, o_k, m_k, CALL, ROWS, False, WHOLE,
-        )  # fmt: skip
-    store_factors(p_factor, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, K)
-    return tl.max(b_most, 0) > LIMIT
+            p, early, b_early, b_most, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL
+        )
+    store_factors(p.factors, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, K)
+    return tl.max(b_most, 0) > CALL.limit
 
 
 @triton.jit
-def solve_folded(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_read,
-    p_inverse,
-    p_transposed,
-    p_squares,
-    p_weight,
-    p_query,
-    p_recall,
-    p_write,
-    p_factor,
-    p_strong,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KEEP: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def solve_folded(p, CALL: tl.constexpr):
     """What `solve_keyed` gives, against the chunk's middle, and whether that is no good since gates are too strong.
 
     Systems are of queries and keys as the walks read them: what rounding does to those is the same for tokens of one
     chunk and of two.
     """
+    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     WHOLE: tl.constexpr = CALL.whole
     INVERT: tl.constexpr = CALL.invert
-    SOLVE: tl.constexpr = CALL.solve
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_chunk = i_program.to(tl.int64)
-    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, BK)
     m_read = i_row + o_r < n_read
-    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+    b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = marked(b_beta)
-    is_strong = fold_chunk(
-        p_q, p_k, p_gate, p_query, p_recall, p_write, p_factor, i_first, n_rows, n_read, i_row, i_h, i_chunk,
-        CALL, BK, LIMIT,
-    )  # fmt: skip
-    tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
-    tl.store(p_strong + i_chunk, is_strong.to(tl.int32))
+    is_strong = fold_chunk(p, i_first, n_rows, n_read, i_row, i_h, i_chunk, CALL)
+    tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+    tl.store(p.strong + i_chunk, is_strong.to(tl.int32))
     if is_strong | (i_row >= n_rows):
-        # strong gates keep keys from being alike
-        tl.store(p_squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
+        # strong gates keep keys from coinciding
+        tl.store(p.squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
         return
     # what other threads have written
     tl.debug_barrier()
-    b_recall = load_rows(p_recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_query = load_rows(p_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_recall = load_rows(p.recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_query = load_rows(p.folded_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
     b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
-    store_squares(b_below, p_squares, i_chunk, o_r, C)
-    b_inverse = solve_system(b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
+    store_squares(b_below, p.squares, i_chunk, o_r, C)
+    b_inverse = solve_system(p, b_below, b_beta, m_read, i_chunk, o_r, CALL)
     b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
     # a token's own key crosses no gate
-    b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
-    b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+    b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
+    b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
     b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
-    store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C, INVERT)
+    store_reads(p, b_score, b_inverse, i_chunk, o_r, CALL)

@@ -1,73 +1,67 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: every gradient of a chunk, from the states and cotangents at its ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, locate_chunk
-from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, locate_chunk
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, is_idle, marked, pair_decays
 
 
 @triton.jit
-def of_values(
-    p_dout, p_u, p_u_rest, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write,
-    CALL: tl.constexpr, BV: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr = True,
-):  # fmt: skip
+def of_values(p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, STORE: tl.constexpr, CALL: tl.constexpr):
     """Some value dims of a chunk: what is multiplied with states, and the gradients of scores and of the system.
 
-    The latter is strictly below the diagonal, where a token meets itself, and which is 1. ALIKE gives what rounding has
-    taken off `u` too, which otherwise is `u` once more. STORE stores dv, and these dims' part of dβ.
+    The latter is strictly below the diagonal, where a token meets itself, and which is 1. Where keys coincide what
+    rounding has taken off `u` is given too, which otherwise is `u` once more. STORE stores dv, and this part of dβ.
     """
+    BV: tl.constexpr = CALL.value_block
+    COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     V: tl.constexpr = CALL.value_dim
     NV: tl.constexpr = (V + BV - 1) // BV
-    SCALE: tl.constexpr = CALL.scale
-    PRECISION: tl.constexpr = CALL.precision
     o_v = i_v * BV + tl.arange(0, BV)
-    b_do = load_rows(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
-    b_u = load_rows(p_u, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
-    b_dr = load_rows(p_dr, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
+    b_do = load_rows(p.d_output, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
+    b_u = load_rows(p.added, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
+    b_dr = load_rows(p.d_r, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
     b_u_rest = b_u
-    if ALIKE:
-        b_u_rest = load_rows(p_u_rest, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
-    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+    if COINCIDE:
+        b_u_rest = load_rows(p.added_rest, i_token, i_h, o_t, m_read, o_v, H, V, V % BV != 0, False)
+    b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     if STORE:
         o_rows = o_t[:, None] * (H * V) + o_v[None, :]
         b_dv = b_dr.to(tl.float32) * b_beta[:, None]
         tl.store(
-            p_dv + (i_token * H + i_h) * V + o_rows,
-            b_dv.to(p_dv.dtype.element_ty),
+            p.d_value + (i_token * H + i_h) * V + o_rows,
+            b_dv.to(p.d_value.dtype.element_ty),
             mask=m_write[:, None] & (o_v[None, :] < V),
         )
         # u is beta times what the state lacks of the token's value
         b_added = b_u.to(tl.float32)
-        if ALIKE:
+        if COINCIDE:
             b_added += b_u_rest.to(tl.float32)
         b_dbeta = tl.sum(b_dr.to(tl.float32) * b_added, 1) / marked(b_beta)
-        tl.store(p_dbeta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
+        tl.store(p.d_beta + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dbeta, mask=m_write)
     m_idle = is_idle(b_beta)
     b_beta = tl.where(m_idle, 0.0, b_beta)
     b_u = tl.where(m_idle[:, None], 0.0, b_u).to(b_u.dtype)
     b_u_rest = tl.where(m_idle[:, None], 0.0, b_u_rest).to(b_u.dtype)
-    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-    b_dscore = add_rest(b_dscore, b_do, tl.trans(b_u_rest), ALIKE) * SCALE
-    b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=PRECISION)
-    b_dbelow = add_rest(b_dbelow, b_dr, tl.trans(b_u_rest), ALIKE) * -b_beta[:, None]
+    b_dscore = tl.dot(b_do, tl.trans(b_u), input_precision=CALL.precision)
+    b_dscore = add_rest(b_dscore, b_do, tl.trans(b_u_rest), COINCIDE) * CALL.scale
+    b_dbelow = tl.dot(b_dr, tl.trans(b_u), input_precision=CALL.precision)
+    b_dbelow = add_rest(b_dbelow, b_dr, tl.trans(b_u_rest), COINCIDE) * -b_beta[:, None]
     b_dscore = tl.where(o_r[:, None] >= o_r[None, :], b_dscore, 0.0)
     b_dbelow = tl.where(o_r[:, None] > o_r[None, :], b_dbelow, 0.0)
     return b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow
 
 
 @triton.jit
-def of_chunk(
-    p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_weight, p_cu, p_owner, T, N, p_dq,
-    p_dk, p_dv, p_dbeta, p_dgate, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ALIKE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     """What `gradients` gives, of one chunk and head."""
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -75,38 +69,34 @@ def of_chunk(
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
-    SCALE: tl.constexpr = CALL.scale
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(
-        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
-    )
+    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
     if NK == 1:
         # asked for as early as can be
         o_k = tl.arange(0, BK)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K != BK, False)
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K != BK, False)
+        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K != BK, False)
+        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K != BK, False)
     b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p_dout, p_u, p_u_rest, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV,
-        ALIKE,
-    )  # fmt: skip
-    b_queries = tl.full([C], SCALE, tl.float32)
+        p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, True, CALL
+    )
+    b_queries = tl.full([C], CALL.scale, tl.float32)
     b_starts = -b_beta
     if DECAY == "head":
         m_gate = m_read & (i_row + o_r > 0)
-        b_gate = tl.load(p_gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32)
-        p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+        b_gate = tl.load(p.gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32)
+        p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
         b_since = tl.load(p_row + C)
         b_until = tl.load(p_row + 2 * C)
         b_queries = b_queries * b_since
         b_starts = b_starts * b_since
         b_added = b_u.to(tl.float32) * b_until[:, None]
         b_u = b_added.to(b_u.dtype)
-        if ALIKE:
+        if COINCIDE:
             b_u_rest = (rest_of(b_added) + b_u_rest.to(tl.float32) * b_until[:, None]).to(b_u.dtype)
         b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
         b_dscore = b_dscore * b_pair
@@ -125,29 +115,29 @@ def of_chunk(
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         if NK > 1:
-            b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
-            b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
+            b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
+            b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
         o_state = o_v[:, None] * K + o_k[None, :]
         m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-        b_state = tl.load(p_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p_dstates + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+        b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+        b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
         b_qt = tl.trans(b_q)
         b_kt = tl.trans(b_k)
         b_dend = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
-        b_dend = add_rest(b_dend, tl.trans(b_dstate), tl.trans(b_u_rest), ALIKE)
+        b_dend = add_rest(b_dend, tl.trans(b_dstate), tl.trans(b_u_rest), COINCIDE)
         if DECAY == "head":
             b_through += tl.sum(tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1), 0)
             b_leaving += tl.sum(b_kt.to(tl.float32) * b_dend, 0)
         b_dq = tl.dot(tl.trans(b_state), b_do, input_precision=PRECISION)
         b_dq = tl.dot(b_kt, tl.trans(b_dscore), acc=b_dq, input_precision=PRECISION)
-        b_dq = add_rest(b_dq, b_kt, tl.trans(b_dscore_rest), ALIKE)
+        b_dq = add_rest(b_dq, b_kt, tl.trans(b_dscore_rest), COINCIDE)
         b_dlate = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
         b_dlate = tl.dot(b_kt, tl.trans(b_dbelow), acc=b_dlate, input_precision=PRECISION)
-        b_dlate = add_rest(b_dlate, b_kt, tl.trans(b_dbelow_rest), ALIKE)
+        b_dlate = add_rest(b_dlate, b_kt, tl.trans(b_dbelow_rest), COINCIDE)
         b_dearly = tl.dot(b_qt, b_dscore, input_precision=PRECISION)
         b_dearly = tl.dot(b_kt, b_dbelow, acc=b_dearly, input_precision=PRECISION)
-        b_dearly = add_rest(b_dearly, b_qt, b_dscore_rest, ALIKE)
-        b_dearly = add_rest(b_dearly, b_kt, b_dbelow_rest, ALIKE)
+        b_dearly = add_rest(b_dearly, b_qt, b_dscore_rest, COINCIDE)
+        b_dearly = add_rest(b_dearly, b_kt, b_dbelow_rest, COINCIDE)
         if DECAY == "head":
             # what passes between two tokens cancels from both on: it is in a query's or late key's gradient, and in an
             # early key's
@@ -157,81 +147,37 @@ def of_chunk(
         i_rows = ((i_token * H + i_h) * NV + i_v) * K
         o_rows = o_t[:, None] * (H * NV * K) + o_k[None, :]
         m_rows = m_write[:, None] & (o_k[None, :] < K)
-        tl.store(p_dq + i_rows + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
-        tl.store(p_dk + i_rows + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+        tl.store(p.d_query + i_rows + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
+        tl.store(p.d_key + i_rows + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
     if DECAY == "head":
         # what arrives from a row on, less what has left from there on, and what has left for good before it
         m_later = o_r[:, None] > o_r[None, :]
         b_dgate = tl.sum(tl.where(m_later, b_leaving[None, :], 0.0), 1)
         b_dgate += tl.sum(tl.where(m_later, 0.0, b_arriving[None, :]), 1)
-        b_dgate += b_through * tl.load(p_weight + i_chunk * (WEIGHTS * C) + (2 * C - 1))
+        b_dgate += b_through * tl.load(p.weights + i_chunk * (WEIGHTS * C) + (2 * C - 1))
         b_dgate = tl.where(m_gate & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
-        tl.store(p_dgate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)
+        tl.store(p.d_gate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)
 
 
 @triton.jit
-def gradients(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_dout,
-    p_u,
-    p_u_rest,
-    p_dr,
-    p_states,
-    p_dstates,
-    p_weight,
-    p_weak,
-    p_squares,
-    p_dq_in,
-    p_dk_in,
-    p_dv_in,
-    p_dbeta_in,
-    p_dgate_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_dq,
-    p_dk,
-    p_dv,
-    p_dbeta,
-    p_dgate,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    ALIKE: tl.constexpr,
-    LOOK: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def gradients(p, CALL: tl.constexpr):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
-    ALIKE does so with more digits where keys are alike, beside results that come as `p_…_in`, in the same memory. Most
-    often there is nothing to do, so a program looks after a chunk's heads at once, at most LOOK.
+    A second launch does so with more digits where keys coincide, in the memory of the first one's results. Most often
+    there is nothing to do, so a program looks after a chunk's heads at once, at most `CALL.look`.
     """
     H: tl.constexpr = CALL.heads
-    C: tl.constexpr = CALL.chunk
-    DECAY: tl.constexpr = CALL.decay
-    NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
+    NV: tl.constexpr = (CALL.value_dim + CALL.value_block - 1) // CALL.value_block
     i_program = tl.program_id(0)
     i_v = i_program % NV
-    if ALIKE:
+    if CALL.keys_coincide:
         i_block = i_program // NV
-        o_h = tl.arange(0, LOOK)
-        _, i_c, _, n_rows, _ = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-        b_alike = heads_alike(p_weak, p_squares, i_block, o_h, n_rows - i_c * C, DECAY, H, C)
-        if tl.sum(b_alike, 0) > 0:
+        o_h = tl.arange(0, CALL.look)
+        _, i_c, _, n_rows, _ = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
+        b_coincide = heads_that_coincide(p, i_block, o_h, n_rows - i_c * CALL.chunk, CALL)
+        if tl.sum(b_coincide, 0) > 0:
             for i_h in range(0, H):
-                if tl.sum(tl.where(o_h == i_h, b_alike, 0), 0) > 0:
-                    of_chunk(
-                        p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_weight, p_cu,
-                        p_owner, T, N, p_dq, p_dk, p_dv, p_dbeta, p_dgate, i_block, i_h, i_v, CALL, BK, BV, ALIKE,
-                        PACKED,
-                    )  # fmt: skip
+                if tl.sum(tl.where(o_h == i_h, b_coincide, 0), 0) > 0:
+                    of_chunk(p, i_block, i_h, i_v, CALL)
     else:
-        of_chunk(
-            p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_weight, p_cu, p_owner, T, N,
-            p_dq, p_dk, p_dv, p_dbeta, p_dgate, i_program // (NV * H), (i_program // NV) % H, i_v, CALL, BK, BV, ALIKE,
-            PACKED,
-        )  # fmt: skip
+        of_chunk(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: inverses of unit lower triangular matrices, by forward substitution in blocks."""
 
 import triton

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one gate a key dim: what a chunk's gates make of its queries and keys.
 
 Sums of gates are only ever added up, over runs of tokens, by products with matrices of zeros and ones: no strong gate
@@ -10,10 +8,10 @@ in the middle; a chunk with gates too strong for it is split dyadically, where n
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.places import load_rows, locate_chunk
-from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.chunks.triton.strong_gates import sum_gates
+from ejkernel.kernels.chunks.triton.device.gates import LARGEST, MOST, in_bits, largest, scaled
+from ejkernel.kernels.chunks.triton.device.places import load_rows, locate_chunk
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
@@ -50,39 +48,34 @@ def folded(b, b_factor, SOLVE: tl.constexpr):
 
 
 @triton.jit
-def of_chunk(
-    p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight, p_query, p_recall,
-    p_write, p_factor, i_block, i_h, CALL: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.constexpr,
-    LIMIT: tl.constexpr, KEEP: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
     """What `solve_keyed` gives, of one chunk and head."""
+    BK: tl.constexpr = CALL.key_block
+    FINE: tl.constexpr = CALL.fine
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
-    i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(
-        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
-    )
+    i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
     m_read = i_row + o_r < n_read
     # the first gate is in the state that the sequence begins with
     m_gate = m_read & (i_row + o_r > 0)
-    b_beta = tl.load(p_beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+    b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = marked(b_beta)
-    if not STRONG:
-        tl.store(p_weight + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+    if not CALL.strong:
+        tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
-        b_gate = load_rows(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
-        b_bits = bits_from_middle(b_gate, o_r, LEVELS, FINE)
-        if largest(tl.abs(b_bits), CALL.flat) <= LIMIT:
+        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
+        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
+        b_gate = load_rows(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
+        b_bits = bits_from_middle(b_gate, o_r, CALL.levels, FINE)
+        if largest(tl.abs(b_bits), CALL.flat) <= CALL.limit:
             b_late = tl.exp2(b_bits)
             b_early = tl.exp2(-b_bits)
             b_right = tl.trans(folded(b_k, b_early, SOLVE))
@@ -95,9 +88,9 @@ def of_chunk(
             b_until = tl.minimum(b_early * tl.exp2(b_last)[None, :], LARGEST)
             b_total = b_first + b_last
         else:
-            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_own = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
             b_score += tl.where(o_r[:, None] == o_r[None, :], b_own, 0.0)
-            for i_level in range(0, LEVELS):
+            for i_level in range(0, CALL.levels):
                 b_fade = tl.exp2(tl.minimum(bits_to_border(b_gate, o_r, i_level, FINE), MOST))
                 b_key = folded(b_k, b_fade, SOLVE)
                 m_meet = corner(o_r, i_level)
@@ -113,79 +106,38 @@ def of_chunk(
         i_rows = (i_token * H + i_h) * K
         o_rows = o_t[:, None] * (H * K) + o_k[None, :]
         m_rows = m_read[:, None] & (o_k[None, :] < K)
-        tl.store(p_query + i_rows + o_rows, scaled(b_q, b_since), mask=m_rows)
-        tl.store(p_recall + i_rows + o_rows, scaled(b_k, b_since), mask=m_rows)
-        tl.store(p_write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
+        tl.store(p.folded_query + i_rows + o_rows, scaled(b_q, b_since), mask=m_rows)
+        tl.store(p.recall + i_rows + o_rows, scaled(b_k, b_since), mask=m_rows)
+        tl.store(p.write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
         # states are met at the chunk's start and written to at its end
         b_none = tl.zeros([BK], tl.float32)
-        store_factors(p_factor, i_chunk, o_k, b_none, b_total, b_none, K)
+        store_factors(p.factors, i_chunk, o_k, b_none, b_total, b_none, K)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
     b_below = b_below * b_beta[:, None]
-    b_inverse = solve_system(b_below, b_beta, m_read, p_inverse, p_transposed, i_chunk, o_r, C, KEEP, INVERT, SOLVE)
-    store_reads(b_score, b_inverse, p_read, i_chunk, o_r, C, INVERT)
+    b_inverse = solve_system(p, b_below, b_beta, m_read, i_chunk, o_r, CALL)
+    store_reads(p, b_score, b_inverse, i_chunk, o_r, CALL)
 
 
 @triton.jit
-def solve_keyed(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_strong,
-    p_read_in,
-    p_inverse_in,
-    p_transposed_in,
-    p_query_in,
-    p_recall_in,
-    p_write_in,
-    p_factor_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_read,
-    p_inverse,
-    p_transposed,
-    p_query,
-    p_recall,
-    p_write,
-    p_factor,
-    p_weight,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FINE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LOOK: tl.constexpr,
-    KEEP: tl.constexpr,
-    STRONG: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def solve_keyed(p, CALL: tl.constexpr):
     """What `solve` gives, and queries and keys as states see them, whatever the gates.
 
     These are queries and keys decayed since the chunk's start (`query`, `recall`), keys decayed until its end
     (`write`), and what is left of a state at the chunk's end, as one of three factors.
 
-    STRONG does so where `p_strong` says, beside results that come as `p_…_in`, in the same memory. Most often there is
-    nothing to do, so a program looks after a chunk's heads at once, at most LOOK.
+    A second launch does so where `p.strong` says, in the memory of what others have found. Most often there is nothing
+    to do, so a program looks after a chunk's heads at once, at most `CALL.look`.
     """
     H: tl.constexpr = CALL.heads
     i_program = tl.program_id(0)
-    if STRONG:
-        o_flag = tl.arange(0, LOOK)
-        b_flag = tl.load(p_strong + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
+    if CALL.strong:
+        o_flag = tl.arange(0, CALL.look)
+        b_flag = tl.load(p.strong + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, H):
                 if tl.sum(tl.where(o_flag == i_h, b_flag, 0), 0) > 0:
-                    of_chunk(
-                        p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight,
-                        p_query, p_recall, p_write, p_factor, i_program, i_h, CALL, BK, LEVELS, FINE, LIMIT, KEEP,
-                        STRONG, PACKED,
-                    )  # fmt: skip
+                    of_chunk(p, i_program, i_h, CALL)
     else:
-        of_chunk(
-            p_q, p_k, p_beta, p_gate, p_cu, p_owner, T, N, p_read, p_inverse, p_transposed, p_weight, p_query, p_recall,
-            p_write, p_factor, i_program // H, i_program % H, CALL, BK, LEVELS, FINE, LIMIT, KEEP, STRONG, PACKED,
-        )  # fmt: skip
+        of_chunk(p, i_program // H, i_program % H, CALL)

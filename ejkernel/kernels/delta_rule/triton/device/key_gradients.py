@@ -1,14 +1,12 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: every gradient of a chunk with one gate a key dim, from the states and cotangents at its ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_columns, locate, locate_chunk
-from ejkernel.kernels.chunks.triton.strong_gates import split_gate
-from ejkernel.kernels.delta_rule.triton.device.alike import add_rest, heads_alike, rest_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_columns, locate, locate_chunk
+from ejkernel.kernels.chunks.triton.device.strong_gates import split_gate
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
 from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
@@ -62,40 +60,36 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISIO
 
 
 @triton.jit
-def of_chunk(
-    p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N, p_dq,
-    p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LEVELS: tl.constexpr, FINE: tl.constexpr, LIMIT: tl.constexpr, STRONG: tl.constexpr, ALIKE: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
+def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     """What `gradients_keyed` gives, of one chunk and head."""
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    FINE: tl.constexpr = CALL.fine
+    STRONG: tl.constexpr = CALL.strong
+    COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
-    SCALE: tl.constexpr = CALL.scale
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     PAD: tl.constexpr = K % BK != 0
     MIDDLE: tl.constexpr = CALL.middle
-    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(
-        i_block, i_h, p_cu, p_owner, N, T, H, C, PACKED, CALL.flip
-    )
+    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
     o_v = i_v * BV + tl.arange(0, BV)
     m_read = i_row + o_r < n_read
     m_write = i_row + o_r < n_rows
     m_gate = m_read & (i_row + o_r > 0)
     b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p_dout, p_u, p_u_rest, p_dr, p_beta, p_dv, p_dbeta, i_token, i_h, i_v, o_r, o_t, m_read, m_write, CALL, BV,
-        ALIKE, not STRONG,
-    )  # fmt: skip
+        p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, not STRONG, CALL
+    )
     if STRONG:
         b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore, 0.0), 0)[None, :]
     # [key dims, rows] from here on: what is the same for all key dims is the right operand, and stays in shared memory
-    b_do = tl.trans((b_do.to(tl.float32) * SCALE).to(b_u.dtype))
+    b_do = tl.trans((b_do.to(tl.float32) * CALL.scale).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
     b_ut = tl.trans(b_u)
     b_dscore_rest = rest_of(b_dscore)
@@ -107,32 +101,32 @@ def of_chunk(
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         if STRONG:
-            is_here = tl.load(p_strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
+            is_here = tl.load(p.strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
         else:
-            b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
-            b_whole, b_rest = add_up(b_gate, between_border(o_r, LEVELS - 1, 0), FINE)
+            b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
+            b_whole, b_rest = add_up(b_gate, between_border(o_r, CALL.levels - 1, 0), FINE)
             b_bits = b_whole + b_rest
-            if MIDDLE and ALIKE and CALL.flat:
-                # keys are not alike where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
+            if MIDDLE and COINCIDE and CALL.flat:
+                # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
                 is_here = True
             elif MIDDLE:
-                is_here = tl.load(p_strong + i_chunk) == 0
+                is_here = tl.load(p.strong + i_chunk) == 0
             else:
-                is_here = largest(tl.abs(b_bits), CALL.flat) <= LIMIT
+                is_here = largest(tl.abs(b_bits), CALL.flat) <= CALL.limit
                 if i_v == 0:
-                    tl.store(p_flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
+                    tl.store(p.flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
         if is_here:
             o_state = o_v[:, None] * K + o_k[None, :]
             m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-            b_state = tl.load(p_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-            b_dstate = tl.load(p_dstates + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-            b_k = load_columns(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
-            b_q = load_columns(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
+            b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+            b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+            b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
+            b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
             b_leaving = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0)
             o_rows = o_t[None, :] * (H * NV * K) + o_k[:, None]
             m_rows = m_write[None, :] & (o_k[:, None] < K)
             if STRONG:
-                b_gate = load_columns(p_gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
+                b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
                 b_whole, b_rest = add_up(b_gate, o_r[:, None] <= o_r[None, :], FINE)
                 b_since = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
                 b_leaving = b_leaving * tl.sum(tl.where(m_end, b_since, 0.0), 1)
@@ -149,7 +143,7 @@ def of_chunk(
                 b_left = b_left * b_k.to(tl.float32)
                 b_leaving += tl.sum(b_left, 1)
                 b_flow -= b_left
-                for i_level in range(0, LEVELS):
+                for i_level in range(0, CALL.levels):
                     b_whole, b_rest = add_up(b_gate, between_border(o_r, i_level, 0), FINE)
                     b_fade = tl.exp2(tl.minimum(b_whole + b_rest, MOST))
                     m_meet = corner(o_r, i_level)
@@ -173,110 +167,63 @@ def of_chunk(
                 if not MIDDLE:
                     b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dscore), acc=b_grad, input_precision=PRECISION)
-                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dscore_rest), ALIKE)
+                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dscore_rest), COINCIDE)
                 b_flow = b_late_q.to(tl.float32) * b_grad
                 b_dq = b_grad * tl.exp2(b_bits)
                 b_grad = tl.dot(tl.trans(b_state), b_dr, input_precision=PRECISION)
                 if not MIDDLE:
                     b_grad = b_grad * b_first
                 b_grad = tl.dot(b_early_k, tl.trans(b_dbelow), acc=b_grad, input_precision=PRECISION)
-                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dbelow_rest), ALIKE)
+                b_grad = add_rest(b_grad, b_early_k, tl.trans(b_dbelow_rest), COINCIDE)
                 b_flow += b_late_k.to(tl.float32) * b_grad
                 b_dk = b_grad * tl.exp2(b_bits)
                 b_grad = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
-                b_grad = add_rest(b_grad, tl.trans(b_dstate), tl.trans(b_u_rest), ALIKE)
+                b_grad = add_rest(b_grad, tl.trans(b_dstate), tl.trans(b_u_rest), COINCIDE)
                 if not MIDDLE:
                     b_grad = b_grad * tl.exp2(b_last)[:, None]
                 b_leaving += tl.sum(b_early_k.to(tl.float32) * b_grad, 1)
                 b_grad = tl.dot(b_late_q, b_dscore, acc=b_grad, input_precision=PRECISION)
                 b_grad = tl.dot(b_late_k, b_dbelow, acc=b_grad, input_precision=PRECISION)
-                b_grad = add_rest(b_grad, b_late_q, b_dscore_rest, ALIKE)
-                b_grad = add_rest(b_grad, b_late_k, b_dbelow_rest, ALIKE)
+                b_grad = add_rest(b_grad, b_late_q, b_dscore_rest, COINCIDE)
+                b_grad = add_rest(b_grad, b_late_k, b_dbelow_rest, COINCIDE)
                 b_flow -= b_early_k.to(tl.float32) * b_grad
                 b_dk += b_grad * tl.exp2(-b_bits)
-            tl.store(p_dq + i_rows + o_rows, b_dq.to(p_dq.dtype.element_ty), mask=m_rows)
-            tl.store(p_dk + i_rows + o_rows, b_dk.to(p_dk.dtype.element_ty), mask=m_rows)
+            tl.store(p.d_query + i_rows + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
+            tl.store(p.d_key + i_rows + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
             b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
             b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
             b_dgate = tl.where(m_gate[None, :] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
-            tl.store(p_dgate + i_rows + o_rows, b_dgate.to(p_dgate.dtype.element_ty), mask=m_rows)
+            tl.store(p.d_gate + i_rows + o_rows, b_dgate.to(p.d_gate.dtype.element_ty), mask=m_rows)
 
 
 @triton.jit
-def gradients_keyed(
-    p_q,
-    p_k,
-    p_beta,
-    p_gate,
-    p_dout,
-    p_u,
-    p_u_rest,
-    p_dr,
-    p_states,
-    p_dstates,
-    p_strong,
-    p_squares,
-    p_dq_in,
-    p_dk_in,
-    p_dgate_in,
-    p_dv_in,
-    p_dbeta_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_dq,
-    p_dk,
-    p_dgate,
-    p_dv,
-    p_dbeta,
-    p_flag,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FINE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    STRONG: tl.constexpr,
-    ALIKE: tl.constexpr,
-    LOOK: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def gradients_keyed(p, CALL: tl.constexpr):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
     Decays are split in the middle of the chunk. Key dims whose gates are too strong for that are left out, and flagged
-    unless the walks, which met states there, have flagged the chunk. STRONG finds these, split dyadically, beside
-    results that come as `p_…_in`, in the same memory, and ALIKE with more digits those of chunks whose keys are alike.
-    Most often there are none, so a program looks after a chunk's heads at once, at most LOOK flags.
+    unless the walks, which met states there, have flagged the chunk. A second launch finds these,
+    split dyadically, in the memory of the first one's results, and a third one, with more digits, those of chunks whose
+    keys coincide. Most often there are none, so a program looks after a chunk's heads at once, `CALL.look` flags.
 
     A gate's gradient is what flows through it: what arrives from its row on, less what is left there, and all that
     leaves the chunk.
     """
     H: tl.constexpr = CALL.heads
-    C: tl.constexpr = CALL.chunk
-    NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
-    FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + BK - 1) // BK)
+    NV: tl.constexpr = (CALL.value_dim + CALL.value_block - 1) // CALL.value_block
+    FLAGS: tl.constexpr = H * (1 if CALL.middle else (CALL.key_dim + CALL.key_block - 1) // CALL.key_block)
     i_program = tl.program_id(0)
     i_v = i_program % NV
-    if STRONG or ALIKE:
+    if CALL.strong or CALL.keys_coincide:
         i_block = i_program // NV
-        o_flag = tl.arange(0, LOOK)
-        if ALIKE:
-            _, i_c, _, n_rows, _ = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-            b_flag = heads_alike(p_squares, p_squares, i_block, o_flag, n_rows - i_c * C, "key", H, C)
+        o_flag = tl.arange(0, CALL.look)
+        if CALL.keys_coincide:
+            _, i_c, _, n_rows, _ = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
+            b_flag = heads_that_coincide(p, i_block, o_flag, n_rows - i_c * CALL.chunk, CALL)
         else:
-            b_flag = tl.load(p_strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+            b_flag = tl.load(p.strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, H):
                 if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
-                    of_chunk(
-                        p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu,
-                        p_owner, T, N, p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_block, i_h, i_v, CALL, BK, BV,
-                        LEVELS, FINE, LIMIT, STRONG, ALIKE, PACKED,
-                    )  # fmt: skip
+                    of_chunk(p, i_block, i_h, i_v, CALL)
     else:
-        of_chunk(
-            p_q, p_k, p_beta, p_gate, p_dout, p_u, p_u_rest, p_dr, p_states, p_dstates, p_strong, p_cu, p_owner, T, N,
-            p_dq, p_dk, p_dgate, p_dv, p_dbeta, p_flag, i_program // (NV * H), (i_program // NV) % H, i_v, CALL, BK, BV,
-            LEVELS, FINE, LIMIT, STRONG, ALIKE, PACKED,
-        )  # fmt: skip
+        of_chunk(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)

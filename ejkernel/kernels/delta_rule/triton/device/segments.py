@@ -1,76 +1,59 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the states at the starts of time segments, or their cotangents at the ends."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import SEGMENTS, blocks_before
+from ejkernel.kernels.chunks.triton.device.places import SEGMENTS, blocks_before
 
 
 @triton.jit
-def scan_segments(
-    p_effect,
-    p_transition,
-    p_start,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    L,
-    p_found,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BC: tl.constexpr,
-    BV: tl.constexpr,
-    BACK: tl.constexpr,
-    START: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def scan_segments(p, CALL: tl.constexpr):
     """What each time segment is entered with, from what the others make of nothing (`effect`) and of a state.
 
     States are [value dims, key dims]; a transition has the key dims it comes from as rows. The first effect has what
     the sequence is entered with in it. BACK goes from the last segment to the first, with transposed transitions.
     """
+    BC: tl.constexpr = CALL.part_block
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
-    PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_n = i_program // (NV * H)
-    i_first = blocks_before(i_n, p_cu, SEGMENTS, N, T, L, PACKED)
-    n_segments = (blocks_before(i_n + 1, p_cu, SEGMENTS, N, T, L, PACKED) - i_first).to(tl.int32)
+    i_first = blocks_before(i_n, p, SEGMENTS, p.L, CALL)
+    n_segments = (blocks_before(i_n + 1, p, SEGMENTS, p.L, CALL) - i_first).to(tl.int32)
     o_k = tl.arange(0, BK)
     o_c = tl.arange(0, BC)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
     i_step = 1
-    if BACK:
+    if CALL.back:
         i_first = i_first + n_segments - 1
         i_step = -1
     b_state = tl.zeros([BV, BK], tl.float32)
-    if START:
-        p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] + o_k[None, :] * V)
+    if CALL.start:
+        p_tile = p.start + (i_n.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] + o_k[None, :] * V)
         b_state = tl.load(p_tile, mask=m_state, other=0.0).to(tl.float32)
     o_state = o_v[:, None] * K + o_k[None, :]
-    tl.store(p_found + (i_first * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
+    tl.store(p.found + (i_first * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
     for i_j in range(0, n_segments - 1):
         i_here = (i_first + i_step * i_j) * H + i_h
-        b_state = tl.load(p_effect + i_here * (K * V) + o_state, mask=m_state, other=0.0)
+        b_state = tl.load(p.effects + i_here * (K * V) + o_state, mask=m_state, other=0.0)
         if i_j > 0:
             # by parts, since all of a transition may be more than a program can hold; what other threads have written
             tl.debug_barrier()
             for i_c in range(0, (K + BC - 1) // BC):
                 o_from = i_c * BC + o_c
-                p_from = p_found + i_here * (K * V) + (o_v[:, None] * K + o_from[None, :])
+                p_from = p.found + i_here * (K * V) + (o_v[:, None] * K + o_from[None, :])
                 b_from = tl.load(p_from, mask=(o_v[:, None] < V) & (o_from[None, :] < K), other=0.0)
                 o_pair = o_from[:, None] * K + o_k[None, :]
-                if BACK:
+                if CALL.back:
                     o_pair = o_from[:, None] + o_k[None, :] * K
                 m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
-                b_transition = tl.load(p_transition + i_here * (K * K) + o_pair, mask=m_pair, other=0.0)
-                b_state = tl.dot(b_from, b_transition, acc=b_state, input_precision=PRECISION)
+                b_transition = tl.load(p.transitions + i_here * (K * K) + o_pair, mask=m_pair, other=0.0)
+                b_state = tl.dot(b_from, b_transition, acc=b_state, input_precision=CALL.precision)
         i_next = i_here + i_step * H
-        tl.store(p_found + i_next * (K * V) + o_state, b_state, mask=m_state)
+        tl.store(p.found + i_next * (K * V) + o_state, b_state, mask=m_state)

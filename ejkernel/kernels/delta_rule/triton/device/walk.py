@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the walks, which carry a state, or its cotangent, through the chunks of a sequence.
 
 The state is kept as [value dims, key dims], the left operand of every large dot.
@@ -8,21 +6,18 @@ The state is kept as [value dims, key dims], the left operand of every large dot
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LARGEST
-from ejkernel.kernels.chunks.triton.places import (
-    CHUNKS,
-    SEGMENTS,
-    blocks_before,
+from ejkernel.kernels.chunks.triton.device.gates import LARGEST
+from ejkernel.kernels.chunks.triton.device.places import (
     load_columns,
     load_rows,
-    locate,
+    locate_segment,
     store_tile,
     token_of,
     token_offsets,
 )
-from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.delta_rule.triton.device.alike import (
-    any_alike,
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
+    any_coincide,
     any_weak,
     load_rest,
     measure,
@@ -53,57 +48,21 @@ def short_of(b_v, b_met, b_unit, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def forward(
-    p_q,
-    p_k,
-    p_write,
-    p_v,
-    p_read,
-    p_inverse,
-    p_weight,
-    p_factor,
-    p_strong,
-    p_weak,
-    p_own_q,
-    p_own_k,
-    p_start,
-    p_out_in,
-    p_u_in,
-    p_states_in,
-    p_last_in,
-    p_squares_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    L,
-    p_out,
-    p_u,
-    p_states,
-    p_last,
-    p_squares,
-    p_u_rest,
-    p_rest,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    START: tl.constexpr,
-    KEEP: tl.constexpr,
-    TIME: tl.constexpr,
-    ALIKE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def forward(p, CALL: tl.constexpr):
     """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
 
-    With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p_q`, `p_k` and `p_write`, and so
-    does `e^{A_C}`. Or, where gates are not too strong for it, they are all against the chunk's middle, to which states
-    are decayed before they are met, and from there when they were written to.
+    With one gate a key dim `e^A q`, `e^A k` and `e^{A_C - A} k` come as they are, as `p.query`, `p.key` and `p.write`,
+    and so does `e^{A_C}`. Or, where gates are not too strong for it, they are all against the chunk's middle, to which
+    states are decayed before they are met, and from there when they were written to.
     Stores the output and the last state; KEEP also `u` and the state at each chunk's start. Time is "whole", or cut in
     "segments" that start from states of their own, [value dims, key dims]. For those an "effects" walk finds what a
-    segment makes of nothing, as `p_last`, and of each key dim, as `p_states`.
-    ALIKE does so once more, with more digits, where some chunk's keys are alike, beside results that come as `p_…_in`,
-    in the same memory, and stores what rounding takes off the systems' solutions, and KEEP off `u`.
+    segment makes of nothing, as `p.final`, and of each key dim, as `p.states`.
+    A second launch does so once more, with more digits, where some chunk's keys coincide, in the memory of the first
+    one's results, and stores what rounding takes off the systems' solutions, and KEEP off `u`.
     """
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
     HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
@@ -113,25 +72,20 @@ def forward(
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     MIDDLE: tl.constexpr = CALL.middle
-    SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
     FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
-    EFFECTS: tl.constexpr = TIME == "effects"
+    EFFECTS: tl.constexpr = CALL.time == "effects"
     PARTS: tl.constexpr = NV + (K + BV - 1) // BV if EFFECTS else NV
     PAD_V: tl.constexpr = NV * BV != V or EFFECTS
     i_program = tl.program_id(0)
     i_part = i_program % PARTS
     i_h = (i_program // PARTS) % H
     i_block = i_program // (PARTS * H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    n_chunks = tl.cdiv(n_rows, C)
-    i_from = i_j * (L // C)
-    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
+    i_n, i_j, i_first, n_rows, n_read, i_chunk0, n_chunks, i_from, n_steps = locate_segment(i_block, p, CALL)
     o_r = tl.arange(0, C)
     o_t = token_offsets(o_r, FLIP)
     o_k = tl.arange(0, BK)
@@ -140,57 +94,56 @@ def forward(
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
     is_last = i_from + n_steps >= n_chunks
     b_state = tl.zeros([BV, BK], tl.float32)
-    m_start = m_state & (i_n < N)
+    m_start = m_state & (i_n < p.N)
     if EFFECTS:
         # nobody asks what becomes of states in the last segment, nor of any but the given one in the first
-        if is_last | (i_n >= N) | ((i_part >= NV) & (i_j == 0)):
+        if is_last | (i_n >= p.N) | ((i_part >= NV) & (i_j == 0)):
             return
         m_start = m_start & (i_j == 0)
-    if ALIKE:
+    if COINCIDE:
         if DECAY == "head":
-            if any_weak(p_weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+            if any_weak(p, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
                 return
-            measure(p_k, p_weak, p_weight, p_squares, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL, BK)
-        if any_alike(p_weak, p_squares, (i_chunk0 + i_from) * H + i_h, n_steps, DECAY, H, C) == 0:
+            measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL)
+        if any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
             return
         for i_c in range(i_from, i_from + n_steps):
             i_token = token_of(i_first, n_rows, i_c * C, FLIP)
             m_read = i_c * C + o_r < n_read
             i_chunk = (i_chunk0 + i_c) * H + i_h
-            store_rests(
-                p_q, p_k, p_own_q, p_own_k, p_write, p_weight, p_rest, i_token, i_h, i_chunk, o_t, m_read, CALL, BK
-            )
+            store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL)
         # what other threads have written
         tl.debug_barrier()
     if EFFECTS:
         b_state = tl.where((o_v - NV * BV)[:, None] == o_k[None, :], 1.0, 0.0)
-    if START:
-        p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if TIME == "segments":
-            p_tile = p_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+    if CALL.start:
+        p_tile = p.start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        if CALL.time == "segments":
+            p_tile = p.start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_state += tl.load(p_tile, mask=m_start, other=0.0)
-    p_fade = p_factor + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
+    if DECAY == "key":
+        p_fade = p.factors + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
     if MIDDLE:
         b_state = b_state * tl.load(p_fade, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
-    b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p_v.dtype.element_ty)
+    b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p.value.dtype.element_ty)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         i_row = i_c * C
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         if MIDDLE:
-            is_strong = tl.load(p_strong + i_chunk) != 0
+            is_strong = tl.load(p.strong + i_chunk) != 0
         m_read = i_row + o_r < n_read
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
+        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
         if DECAY == "key":
-            b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_v = load_columns(p_v, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
-        b_inverse = load_pairs(p_inverse, i_chunk, o_r, C)
+            b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
+        b_v = load_columns(p.value, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
+        b_inverse = load_pairs(p.inverse, i_chunk, o_r, C)
         if not EFFECTS:
-            b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-            b_read = load_pairs(p_read, i_chunk, o_r, C)
-        p_row = p_weight + i_chunk * (WEIGHTS * C)
+            b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
+            b_read = load_pairs(p.reads, i_chunk, o_r, C)
+        p_row = p.weights + i_chunk * (WEIGHTS * C)
         b_seen = b_state.to(b_k.dtype)
         b_met = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
         if not EFFECTS:
@@ -210,17 +163,17 @@ def forward(
         b_asked = tl.where(m_idle, 0.0, b_error)
         if not EFFECTS:
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION)
-            if ALIKE:
+            if COINCIDE:
                 b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
-                b_rest = load_rest(p_rest, i_chunk, o_r, False, C)
+                b_rest = load_rest(p.rests, i_chunk, o_r, False, C)
                 b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_rest), acc=b_out)
-            b_out = b_out * SCALE
+            b_out = b_out * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
         b_u = tl.dot(b_ordered, tl.trans(b_inverse), input_precision=SOLVE)
-        if ALIKE:
+        if COINCIDE:
             b_ordered = in_order_of_operands(b_error - nearest(b_error, SOLVE), BV, C)
             b_u = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_u, input_precision=SOLVE)
-            b_rest = load_rest(p_rest, i_chunk, o_r, True, C)
+            b_rest = load_rest(p.rests, i_chunk, o_r, True, C)
             b_u = tl.dot(b_asked.to(b_k.dtype), b_rest, acc=b_u)
         b_weight = tl.where(b_beta == IDLE, 0.0, 1.0)
         if DECAY == "head":
@@ -232,81 +185,52 @@ def forward(
         elif DECAY == "key":
             b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
-        if ALIKE:
+        if COINCIDE:
             b_state = tl.dot(rest_of(b_put), b_write, acc=b_state)
         if MIDDLE:
             b_fade = tl.load(p_fade + 2 * K, mask=o_k < K, other=0.0)
             b_fade = b_fade * tl.load(p_fade + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_state = b_state * b_fade[None, :]
-        p_fade += 3 * H * K
+        if DECAY == "key":
+            p_fade += 3 * H * K
         # always so; the compiler asks for the next chunk's rows before it comes to what is conditional
         if not EFFECTS:
             if i_c < n_chunks:
                 i_rows = (i_token * H + i_h) * V
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
                 m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
-                b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
-                store_tile(p_out + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
-                if KEEP:
-                    store_tile(p_u + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), m_rows, WHOLE and not PAD_V)
-                    if ALIKE:
-                        tl.store(p_u_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
-                    tl.store(p_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+                b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
+                store_tile(p.output + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
+                if CALL.keep:
+                    store_tile(p.added + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), m_rows, WHOLE and not PAD_V)
+                    if COINCIDE:
+                        tl.store(p.added_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
+                    tl.store(p.states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
         i_here = i_block.to(tl.int64) * H + i_h
         if i_part < NV:
-            tl.store(p_last + i_here * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_state, mask=m_state)
+            tl.store(p.final + i_here * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_state, mask=m_state)
         else:
             o_from = o_v - NV * BV
             # finite, since 0 times infinity is no number
             b_state = tl.minimum(tl.maximum(b_state, -LARGEST), LARGEST)
             m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
-            tl.store(p_states + i_here * (K * K) + (o_from[:, None] * K + o_k[None, :]), b_state, mask=m_pair)
-    elif is_last & (i_n < N):
-        tl.store(p_last + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
+            tl.store(p.states + i_here * (K * K) + (o_from[:, None] * K + o_k[None, :]), b_state, mask=m_pair)
+    elif is_last & (i_n < p.N):
+        tl.store(p.final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_state, mask=m_state)
 
 
 @triton.jit
-def backward(
-    p_q,
-    p_k,
-    p_write,
-    p_dout,
-    p_read,
-    p_transposed,
-    p_weight,
-    p_factor,
-    p_strong,
-    p_weak,
-    p_squares,
-    p_rest,
-    p_dlast,
-    p_dr_in,
-    p_dstates_in,
-    p_dstart_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    L,
-    p_dr,
-    p_dstates,
-    p_dstart,
-    CALL: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    START: tl.constexpr,
-    LAST: tl.constexpr,
-    TIME: tl.constexpr,
-    ALIKE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def backward(p, CALL: tl.constexpr):
     """`dr = (I + M)⁻ᵀ (scale Pᵀ do + e^{A_C - A} k dS)`, `dS ← e^{A_C} dS + (e^A q)ᵀ scale do - (e^A k)ᵀ β dr`.
 
     From the last chunk to the first. Stores `dr`, the cotangent of the state at each chunk's end, and if LAST that of
     the first state. Time is cut as in `forward`; an "effects" walk stores what a segment makes of nothing, as `dstart`.
-    ALIKE is as in `forward`.
+    Keys that coincide are as in `forward`.
     """
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
     HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
@@ -315,72 +239,67 @@ def backward(
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     MIDDLE: tl.constexpr = CALL.middle
-    SCALE: tl.constexpr = CALL.scale
     WHOLE: tl.constexpr = CALL.whole
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
-    EFFECTS: tl.constexpr = TIME == "effects"
+    EFFECTS: tl.constexpr = CALL.time == "effects"
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_block = i_program // (NV * H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    n_chunks = tl.cdiv(n_rows, C)
-    i_from = i_j * (L // C)
-    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
+    i_n, i_j, i_first, n_rows, n_read, i_chunk0, n_chunks, i_from, n_steps = locate_segment(i_block, p, CALL)
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, BK)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     o_state = o_v[:, None] + o_k[None, :] * V
     m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
     b_dstate = tl.zeros([BV, BK], tl.float32)
-    m_start = m_state & (i_n < N)
+    m_start = m_state & (i_n < p.N)
     if EFFECTS:
-        if (i_j == 0) | (i_n >= N):
+        if (i_j == 0) | (i_n >= p.N):
             return
         m_start = m_start & (i_from + n_steps >= n_chunks)
-    if ALIKE:
+    if COINCIDE:
         if DECAY == "head":
-            if any_weak(p_weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+            if any_weak(p, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
                 return
-        if any_alike(p_weak, p_squares, (i_chunk0 + i_from) * H + i_h, n_steps, DECAY, H, C) == 0:
+        if any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
             return
-    if START:
-        p_tile = p_dlast + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if TIME == "segments":
-            p_tile = p_dlast + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+    if CALL.start:
+        p_tile = p.d_final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        if CALL.time == "segments":
+            p_tile = p.d_final + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
-    p_fade = p_factor + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
+    if DECAY == "key":
+        p_fade = p.factors + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
     if MIDDLE:
         b_dstate = b_dstate * tl.load(p_fade + 2 * K, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
         i_row = i_c * C
-        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         if MIDDLE:
-            is_strong = tl.load(p_strong + i_chunk) != 0
+            is_strong = tl.load(p.strong + i_chunk) != 0
         m_read = i_row + o_r < n_read
-        b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
+        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
         if DECAY == "key":
-            b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_do = load_columns(p_dout, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
-        b_read = load_pairs(p_read, i_chunk, o_r, C)
-        b_inverse = load_pairs(p_transposed, i_chunk, o_r, C)
-        b_q = load_rows(p_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-        p_row = p_weight + i_chunk * (WEIGHTS * C)
+            b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
+        b_do = load_columns(p.d_output, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
+        b_read = load_pairs(p.reads, i_chunk, o_r, C)
+        b_inverse = load_pairs(p.transposed, i_chunk, o_r, C)
+        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
+        p_row = p.weights + i_chunk * (WEIGHTS * C)
         b_seen = b_dstate.to(b_k.dtype)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
-        if ALIKE:
-            # what keys that are alike have in common is small beside the rest of what adds up over many tokens
+        if COINCIDE:
+            # what keys that coincide have in common is small beside the rest of what adds up over many tokens
             b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
-        b_query = b_do.to(tl.float32) * SCALE
+        b_query = b_do.to(tl.float32) * CALL.scale
         b_beta = tl.load(p_row + o_r)[None, :]
         b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
         if DECAY == "head":
@@ -396,26 +315,27 @@ def backward(
             b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION)
-        if ALIKE:
-            b_dr = tl.dot(b_do, load_rest(p_rest, i_chunk, o_r, False, C), acc=b_dr)
-        b_dr = b_dr * SCALE
+        if COINCIDE:
+            b_dr = tl.dot(b_do, load_rest(p.rests, i_chunk, o_r, False, C), acc=b_dr)
+        b_dr = b_dr * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-        if ALIKE:
+        if COINCIDE:
             b_ordered = in_order_of_operands(b_du - nearest(b_du, SOLVE), BV, C)
             b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-            b_rest = load_rest(p_rest, i_chunk, o_r, True, C)
+            b_rest = load_rest(p.rests, i_chunk, o_r, True, C)
             b_dr = tl.dot(b_du.to(b_k.dtype), tl.trans(b_rest), acc=b_dr)
         b_taken = b_dr * -b_beta
         b_dstate = tl.dot(b_taken.to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
-        if ALIKE:
+        if COINCIDE:
             b_dstate = tl.dot(rest_of(b_taken), b_k, acc=b_dstate)
         if MIDDLE:
             b_fade = tl.load(p_fade, mask=o_k < K, other=0.0)
             p_before = p_fade - 3 * H * K + 2 * K
             b_fade = b_fade * tl.load(p_before, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_dstate = b_dstate * b_fade[None, :]
-        p_fade -= 3 * H * K
+        if DECAY == "key":
+            p_fade -= 3 * H * K
         if not EFFECTS:
             # always so, as in `forward`
             if i_c < n_chunks:
@@ -423,11 +343,11 @@ def backward(
                 i_rows = (i_token * H + i_h) * V
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
                 m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
-                store_tile(p_dr + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
-                tl.store(p_dstates + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+                store_tile(p.d_r + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
+                tl.store(p.d_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
     if EFFECTS:
-        p_tile = p_dstart + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+        p_tile = p.d_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         tl.store(p_tile, b_dstate, mask=m_state)
-    elif LAST:
-        if (i_j == 0) & (i_n < N):
-            tl.store(p_dstart + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_dstate, mask=m_state)
+    elif CALL.last:
+        if (i_j == 0) & (i_n < p.N):
+            tl.store(p.d_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state, b_dstate, mask=m_state)

@@ -1,48 +1,33 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one decay a head: gates as the walks read them, and their gradient."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, in_bits
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, in_bits
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, locate, token_of
 
 
 @triton.jit
-def fold_head_gates(
-    p_gate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_weight,
-    p_factor,
-    p_flag,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+def fold_head_gates(p, CALL: tl.constexpr):
     """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
 
     Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
     that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
     """
+    H: tl.constexpr = CALL.heads
+    BH: tl.constexpr = CALL.head_block
+    C: tl.constexpr = CALL.chunk
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
     i_block = i_program // NH
-    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     o_r = tl.arange(0, C)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_gate = (i_c * C + o_r < n_read)[:, None] & (o_h < H)[None, :]
-    if DECAY == "constant":
-        p_tile = p_gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
+    if CALL.decay == "constant":
+        p_tile = p.gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
     else:
-        p_tile = p_gate + token_of(i_first, n_rows, i_c * C + o_r, FLIP)[:, None] * H + o_h[None, :]
+        p_tile = p.gate + token_of(i_first, n_rows, i_c * C + o_r, CALL.flip)[:, None] * H + o_h[None, :]
     b_gate = in_bits(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
     b_part = tl.cumsum(b_gate - b_whole, 0)
@@ -66,75 +51,58 @@ def fold_head_gates(
     )
     o_pair = tl.arange(0, 2)
     o_weight = o_r[:, None, None, None] * 4 + o_pair[None, None, :, None] * 2 + o_pair[None, None, None, :]
-    p_tile = p_weight + (i_chunk * (4 * C))[:, :, None, None] + o_weight
+    p_tile = p.weights + (i_chunk * (4 * C))[:, :, None, None] + o_weight
     tl.store(p_tile, b_weight, mask=m_chunk[:, :, None, None])
-    tl.store(p_factor + i_chunk * 2, tl.exp2(b_early), mask=m_chunk)
-    tl.store(p_factor + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_chunk)
-    tl.store(p_flag + i_chunk, (b_most > LIMIT).to(tl.int32), mask=m_chunk)
+    tl.store(p.factors + i_chunk * 2, tl.exp2(b_early), mask=m_chunk)
+    tl.store(p.factors + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_chunk)
+    tl.store(p.flag + i_chunk, (b_most > CALL.limit).to(tl.int32), mask=m_chunk)
 
 
 @triton.jit
-def sum_head_gates(
-    p_gate,
-    p_query,
-    p_key,
-    p_border,
-    p_first,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_out,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    NZ: tl.constexpr,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
-    FINE: tl.constexpr,
-    START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+def sum_head_gates(p, CALL: tl.constexpr):
     """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
 
     What the sum should have come to at the group's start is known too, from the states there: the difference, which is
     the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms. One
     gate for all tokens adds up what is left of them, and so counts what of a term leaves its chunk, and the ends.
     """
-    BLOCK: tl.constexpr = C * G
+    H: tl.constexpr = CALL.heads
+    BH: tl.constexpr = CALL.head_block
+    NZ: tl.constexpr = CALL.parts
+    C: tl.constexpr = CALL.chunk
+    DECAY: tl.constexpr = CALL.decay
+    BLOCK: tl.constexpr = C * CALL.group
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
     i_block = i_program // NH
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, BLOCK, PACKED)
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, GROUPS, BLOCK, CALL)
     o_r = tl.arange(0, BLOCK)
     i_row = i_j * BLOCK + o_r
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     m_h = o_h < H
     m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_tile = i_token[:, None] * H + o_h[None, :]
     if i_j * BLOCK < n_rows:
         b_query = tl.zeros([BLOCK, BH], tl.float32)
         b_key = tl.zeros([BLOCK, BH], tl.float32)
         for i_z in tl.static_range(NZ):
             o_part = (i_token * NZ + i_z)[:, None] * H + o_h[None, :]
-            b_query += tl.load(p_query + o_part, mask=m_tile, other=0.0)
-            b_key += tl.load(p_key + o_part, mask=m_tile, other=0.0)
-        if FINE:
+            b_query += tl.load(p.query_dots + o_part, mask=m_tile, other=0.0)
+            b_key += tl.load(p.key_dots + o_part, mask=m_tile, other=0.0)
+        if CALL.fine:
             # one number for all tokens, in which the sums of each mostly cancel
             b_query = b_query.to(tl.float64)
             b_key = b_key.to(tl.float64)
         b_sum = b_query - b_key
-        p_end = p_border + (i_block.to(tl.int64) * H + o_h) * NZ
+        p_end = p.border + (i_block.to(tl.int64) * H + o_h) * NZ
         b_end = tl.zeros([BH], tl.float32)
         b_start = tl.zeros([BH], tl.float32)
         for i_z in tl.static_range(NZ):
-            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * SCALE
-            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * SCALE
-        if START:
-            b_start += tl.load(p_first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < N), other=0.0)
+            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * CALL.scale
+            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * CALL.scale
+        if CALL.start:
+            b_start += tl.load(p.first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < p.N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start
         # of the largest, lest squares overflow
         b_most = tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0)
@@ -147,7 +115,7 @@ def sum_head_gates(
         b_at_start = tl.zeros([BH], tl.float32)
         if DECAY == "constant":
             # what stays within a chunk cancels but for float32's errors; states are rounded at its ends
-            b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_n < N), other=0.0).to(tl.float32)
+            b_gate = tl.load(p.gate + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_n < p.N), other=0.0).to(tl.float32)
             b_gate = tl.minimum(in_bits(b_gate), 0.0)[None, :]
             o_in = (o_r % C)[:, None]
             b_of_query *= tl.exp2(b_gate * (o_in + 1))
@@ -161,6 +129,6 @@ def sum_head_gates(
         b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_rest[None, :]
         if DECAY == "head":
             m_gate = (i_row < n_read)[:, None] & m_h[None, :]
-            b_gate = tl.load(p_gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
+            b_gate = tl.load(p.gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
             b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
-        tl.store(p_out + o_tile, b_sum.to(p_out.dtype.element_ty), mask=m_tile)
+        tl.store(p.d_gate + o_tile, b_sum.to(p.d_gate.dtype.element_ty), mask=m_tile)

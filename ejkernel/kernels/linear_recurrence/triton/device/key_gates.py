@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for one decay a key dim: gates folded into queries and keys, and their gradient.
 
 A chunk's gates are folded against one reference in its middle: `q̂ = q e^{A_t - A_r}`, `k̂ = k e^{A_r - A_s}`. Where the
@@ -9,8 +7,8 @@ gates of half a chunk are too strong for that, the chunk is flagged: `q̂ = q e^
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LEAST, LOG2E, MOST
-from ejkernel.kernels.chunks.triton.places import CHUNKS, GROUPS, blocks_before, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, blocks_before, locate, token_of
 
 
 @triton.jit
@@ -39,31 +37,15 @@ def rows_below(i0, n_rows, m_k):
 
 @triton.jit
 def fold_half(
-    p_q,
-    p_k,
-    p_gate,
-    p_qhat,
-    p_khat,
-    i_first,
-    n_rows,
-    n_read,
-    i_row,
-    i_h,
-    i_qh,
-    i_kh,
-    o_k,
-    m_k,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    LATE: tl.constexpr,
-    START: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+    p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
+    HALF: tl.constexpr, LATE: tl.constexpr, CALL: tl.constexpr,
+):  # fmt: skip
     """Folds the gates of half a chunk, from its middle outwards; returns their sums and the largest on the way."""
-    SIGN: tl.constexpr = (1 if LATE else -1) * (-1 if FLIP else 1)
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    SIGN: tl.constexpr = (1 if LATE else -1) * (-1 if CALL.flip else 1)
     b_sum = tl.zeros(o_k.shape, tl.float32)
     b_most = tl.zeros(o_k.shape, tl.float32)
     for i in range(0, HALF // 4):
@@ -74,16 +56,16 @@ def fold_half(
             i0 = i_row + HALF - 1 - 4 * i
             i1, i2, i3 = i0 - 1, i0 - 2, i0 - 3
         m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
-        i_token = token_of(i_first, n_rows, i0, FLIP)
+        i_token = token_of(i_first, n_rows, i0, CALL.flip)
         o_hat = (i_token * H + i_h) * K + o_k
-        if START or LATE:
-            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, m0, m1, m2, m3)
+        if CALL.start or LATE:
+            g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, m0, m1, m2, m3)
         else:
             # the first gate meets no state, and must not make an infinite one of it
             e0, e1, e2, e3 = m0 & (i0 > 0), m1 & (i1 > 0), m2 & (i2 > 0), m3 & (i3 > 0)
-            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, e0, e1, e2, e3)
-        q0, q1, q2, q3 = load_four(p_q, (i_token * HQ + i_qh) * K + o_k, SIGN * HQ * K, m0, m1, m2, m3)
-        k0, k1, k2, k3 = load_four(p_k, (i_token * HK + i_kh) * K + o_k, SIGN * HK * K, m0, m1, m2, m3)
+            g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, e0, e1, e2, e3)
+        q0, q1, q2, q3 = load_four(p.query, (i_token * HQ + i_qh) * K + o_k, SIGN * HQ * K, m0, m1, m2, m3)
+        k0, k1, k2, k3 = load_four(p.key, (i_token * HK + i_kh) * K + o_k, SIGN * HK * K, m0, m1, m2, m3)
         if LATE:
             s0 = b_sum + g0 * LOG2E
             s1 = s0 + g1 * LOG2E
@@ -102,64 +84,38 @@ def fold_half(
             w0, w1, w2, w3 = tl.exp2(s0), tl.exp2(s1), tl.exp2(s2), tl.exp2(s3)
         b_most = tl.maximum(b_most, tl.maximum(tl.abs(s1), tl.abs(s2)))
         b_most = tl.maximum(b_most, tl.maximum(tl.abs(s3), tl.abs(b_sum)))
-        store_four(p_qhat, o_hat, SIGN * H * K, q0 * u0, q1 * u1, q2 * u2, q3 * u3, m0, m1, m2, m3)
-        store_four(p_khat, o_hat, SIGN * H * K, k0 * w0, k1 * w1, k2 * w2, k3 * w3, m0, m1, m2, m3)
+        store_four(p.q_hat, o_hat, SIGN * H * K, q0 * u0, q1 * u1, q2 * u2, q3 * u3, m0, m1, m2, m3)
+        store_four(p.k_hat, o_hat, SIGN * H * K, k0 * w0, k1 * w1, k2 * w2, k3 * w3, m0, m1, m2, m3)
     return b_sum, b_most
 
 
 @triton.jit
-def fold_gates(
-    p_q,
-    p_k,
-    p_gate,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_qhat,
-    p_khat,
-    p_factor,
-    p_late,
-    p_flag,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    LIMIT: tl.constexpr,
-    START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+def fold_gates(p, CALL: tl.constexpr):
     """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    C: tl.constexpr = CALL.chunk
     HALF: tl.constexpr = C // 2
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_block = i_program // H
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
     i_row = i_c * C
-    i_qh = i_h // (H // HQ)
-    i_kh = i_h // (H // HK)
-    o_k = tl.arange(0, BK)
+    i_qh = i_h // (H // CALL.query_heads)
+    i_kh = i_h // (H // CALL.key_heads)
+    o_k = tl.arange(0, CALL.key_block)
     m_k = o_k < K
-    b_early, b_most = fold_half(
-        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
-        H, HQ, HK, K, HALF, False, START, FLIP,
-    )  # fmt: skip
-    b_late, b_most_late = fold_half(
-        p_q, p_k, p_gate, p_qhat, p_khat, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
-        H, HQ, HK, K, HALF, True, START, FLIP,
-    )  # fmt: skip
-    is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > LIMIT
+    b_early, b_most = fold_half(p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k, HALF, False, CALL)
+    b_late, b_most_late = fold_half(p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k, HALF, True, CALL)
+    is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > CALL.limit
     i_chunk = i_program.to(tl.int64)
-    tl.store(p_flag + i_chunk, is_exact.to(tl.int32))
-    tl.store(p_late + i_chunk * K + o_k, b_late, mask=m_k)
+    tl.store(p.flag + i_chunk, is_exact.to(tl.int32))
+    tl.store(p.late + i_chunk * K + o_k, b_late, mask=m_k)
     # a flagged chunk's k̂ and q̂ carry the decay to its ends already
     b_all = tl.exp2(tl.minimum(b_early + b_late, MOST))
     b_first = tl.where(is_exact, b_all, tl.exp2(b_early))
     b_second = tl.where(is_exact, 1.0, tl.exp2(b_late))
-    p_pair = p_factor + i_chunk * (4 * K) + o_k
+    p_pair = p.factors + i_chunk * (4 * K) + o_k
     tl.store(p_pair, b_first, mask=m_k)
     tl.store(p_pair + K, b_second, mask=m_k)
     tl.store(p_pair + 2 * K, tl.where(is_exact, b_all, b_second), mask=m_k)
@@ -167,92 +123,57 @@ def fold_gates(
 
 
 @triton.jit
-def unfold_rows(
-    p_gate,
-    p_hat,
-    p_late,
-    p_flag,
-    p_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_out,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+def unfold_rows(p, CALL: tl.constexpr):
     """dq from dq̂, which is all that is wanted where dq is an output; of a flagged chunk it is there already."""
-    SIGN: tl.constexpr = 1 if FLIP else -1
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    BK: tl.constexpr = CALL.key_block
+    C: tl.constexpr = CALL.chunk
+    SIGN: tl.constexpr = 1 if CALL.flip else -1
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
     i_h = i_program % H
-    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
+    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
     o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     m_k = o_k < K
-    if tl.load(p_flag + i_program) == 0:
-        b_fade = tl.load(p_late + i_program.to(tl.int64) * K + o_k, mask=m_k, other=0.0)
+    if tl.load(p.flag + i_program) == 0:
+        b_fade = tl.load(p.late + i_program.to(tl.int64) * K + o_k, mask=m_k, other=0.0)
         for i in range(0, C // 4):
             i0 = i_c * C + C - 1 - 4 * i
             m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
             r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
-            o_hat = (token_of(i_first, n_rows, i0, FLIP) * H + i_h) * K + o_k
-            g0, g1, g2, g3 = load_four(p_gate, o_hat, SIGN * H * K, r0, r1, r2, r3)
-            a0, a1, a2, a3 = load_four(p_hat, o_hat, SIGN * H * K, r0, r1, r2, r3)
+            o_hat = (token_of(i_first, n_rows, i0, CALL.flip) * H + i_h) * K + o_k
+            g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, r0, r1, r2, r3)
+            a0, a1, a2, a3 = load_four(p.hat, o_hat, SIGN * H * K, r0, r1, r2, r3)
             f1 = b_fade - g0 * LOG2E
             f2 = f1 - g1 * LOG2E
             f3 = f2 - g2 * LOG2E
             a0, a1, a2, a3 = a0 * tl.exp2(b_fade), a1 * tl.exp2(f1), a2 * tl.exp2(f2), a3 * tl.exp2(f3)
             b_fade = f3 - g3 * LOG2E
-            store_four(p_out, o_hat, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
+            store_four(p.d_query, o_hat, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
 
 
 @triton.jit
-def unfold_gates(
-    p_gate,
-    p_qhat,
-    p_khat,
-    p_dqhat,
-    p_dkhat,
-    p_late,
-    p_flag,
-    p_factor,
-    p_met,
-    p_dq_in,
-    p_dk_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_dq,
-    p_dk,
-    p_dgate,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    PARTS: tl.constexpr,
-    MET: tl.constexpr,
-    SCALE: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-):
+def unfold_gates(p, CALL: tl.constexpr):
     """dq and dk from dq̂ and dk̂, and the gates' gradient: sums to the end of a group of q·dq - k·dk and S·dS there.
 
     Of a flagged chunk, dq and dk are there already and dq̂ holds the summands. dq̂ and dk̂ come in parts to be added, of
     which the first holds those, and S·dS in MET parts.
     """
-    SIGN: tl.constexpr = 1 if FLIP else -1
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    BK: tl.constexpr = CALL.key_block
+    C: tl.constexpr = CALL.chunk
+    G: tl.constexpr = CALL.group
+    PARTS: tl.constexpr = CALL.parts
+    MET: tl.constexpr = CALL.met_parts
+    SIGN: tl.constexpr = 1 if CALL.flip else -1
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
     i_h = i_program % H
     i_block = i_program // H
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, GROUPS, N, T, C * G, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, GROUPS, C * G, CALL)
+    i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
     o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     m_k = o_k < K
     n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
@@ -260,35 +181,35 @@ def unfold_gates(
     if n_chunks > 0:
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
         for i_part in tl.static_range(MET):
-            b_sum += tl.load(p_met + (i_program.to(tl.int64) * MET + i_part) * K + o_k, mask=m_k, other=0.0)
-        b_reach = tl.load(p_factor + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
-        b_sum = b_sum * SCALE / tl.where(tl.load(p_flag + i_last) != 0, 1.0, b_reach)
+            b_sum += tl.load(p.met + (i_program.to(tl.int64) * MET + i_part) * K + o_k, mask=m_k, other=0.0)
+        b_reach = tl.load(p.factors + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
+        b_sum = b_sum * CALL.scale / tl.where(tl.load(p.flag + i_last) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):
         i_c = i_j * G + n_chunks - 1 - i_step
         i_chunk = (i_chunk0 + i_c) * H + i_h
-        is_exact = tl.load(p_flag + i_chunk) != 0
-        b_fade = tl.load(p_late + i_chunk * K + o_k, mask=m_k, other=0.0)
+        is_exact = tl.load(p.flag + i_chunk) != 0
+        b_fade = tl.load(p.late + i_chunk * K + o_k, mask=m_k, other=0.0)
         for i in range(0, C // 4):
             i0 = i_c * C + C - 1 - 4 * i
             m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
             r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
-            i_token = token_of(i_first, n_rows, i0, FLIP)
+            i_token = token_of(i_first, n_rows, i0, CALL.flip)
             o_q = (i_token * H + i_h) * K + o_k
-            g0, g1, g2, g3 = load_four(p_gate, o_q, SIGN * H * K, r0, r1, r2, r3)
+            g0, g1, g2, g3 = load_four(p.gate, o_q, SIGN * H * K, r0, r1, r2, r3)
             o_hat = (i_token * H + i_h) * (PARTS * K) + o_k
-            a0, a1, a2, a3 = load_four(p_dqhat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
+            a0, a1, a2, a3 = load_four(p.dq_hat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
             if is_exact:
                 x0, x1, x2, x3 = a0, a1, a2, a3
             else:
-                b0, b1, b2, b3 = load_four(p_dkhat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                b0, b1, b2, b3 = load_four(p.dk_hat, o_hat, SIGN * H * PARTS * K, r0, r1, r2, r3)
                 for i_part in tl.static_range(1, PARTS):
                     o_part = o_hat + i_part * K
-                    c0, c1, c2, c3 = load_four(p_dqhat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                    c0, c1, c2, c3 = load_four(p.dq_hat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
                     a0, a1, a2, a3 = a0 + c0, a1 + c1, a2 + c2, a3 + c3
-                    c0, c1, c2, c3 = load_four(p_dkhat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
+                    c0, c1, c2, c3 = load_four(p.dk_hat, o_part, SIGN * H * PARTS * K, r0, r1, r2, r3)
                     b0, b1, b2, b3 = b0 + c0, b1 + c1, b2 + c2, b3 + c3
-                q0, q1, q2, q3 = load_four(p_qhat, o_q, SIGN * H * K, r0, r1, r2, r3)
-                k0, k1, k2, k3 = load_four(p_khat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                q0, q1, q2, q3 = load_four(p.q_hat, o_q, SIGN * H * K, r0, r1, r2, r3)
+                k0, k1, k2, k3 = load_four(p.k_hat, o_q, SIGN * H * K, r0, r1, r2, r3)
                 x0, x1, x2, x3 = q0 * a0 - k0 * b0, q1 * a1 - k1 * b1, q2 * a2 - k2 * b2, q3 * a3 - k3 * b3
                 f0 = b_fade
                 f1 = f0 - g0 * LOG2E
@@ -297,8 +218,8 @@ def unfold_gates(
                 b_fade = f3 - g3 * LOG2E
                 a0, a1, a2, a3 = a0 * tl.exp2(f0), a1 * tl.exp2(f1), a2 * tl.exp2(f2), a3 * tl.exp2(f3)
                 b0, b1, b2, b3 = b0 * tl.exp2(-f0), b1 * tl.exp2(-f1), b2 * tl.exp2(-f2), b3 * tl.exp2(-f3)
-                store_four(p_dq, o_q, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
-                store_four(p_dk, o_q, SIGN * H * K, b0, b1, b2, b3, m0, m1, m2, m3)
+                store_four(p.d_query, o_q, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
+                store_four(p.d_key, o_q, SIGN * H * K, b0, b1, b2, b3, m0, m1, m2, m3)
             d0 = b_sum + x0
             d1 = d0 + x1
             d2 = d1 + x2
@@ -308,4 +229,4 @@ def unfold_gates(
             e1 = tl.where(g1 * LOG2E < LEAST, 0.0, d1)
             e2 = tl.where(g2 * LOG2E < LEAST, 0.0, d2)
             e3 = tl.where(g3 * LOG2E < LEAST, 0.0, d3)
-            store_four(p_dgate, o_q, SIGN * H * K, e0, e1, e2, e3, m0, m1, m2, m3)
+            store_four(p.d_gate, o_q, SIGN * H * K, e0, e1, e2, e3, m0, m1, m2, m3)

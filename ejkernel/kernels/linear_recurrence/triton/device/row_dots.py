@@ -1,11 +1,13 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
-"""Device code: the walk of the query's or key's gradient where one gate a head has a gradient, in bfloat16."""
+"""Device code: the walk of the query's or key's gradient where one gate a head has a gradient, in bfloat16.
+
+Kept by its 24 % on `simple_gla` and a learned `g_gamma` with gradients, and 27 % of these walks at the heads of Mamba-2
+models with 16 value heads a group, `K128 V64`.
+"""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import (
+from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     GROUPS,
     SEGMENTS,
@@ -20,96 +22,62 @@ from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagge
 
 
 @triton.jit
-def walk_with_row_dots(
-    p_x,
-    p_y,
-    p_z,
-    p_w,
-    p_within,
-    p_factor,
-    p_other,
-    p_flag,
-    p_start,
-    p_dstate,
-    p_out_in,
-    p_last_in,
-    p_rowdot_in,
-    p_border_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    L,
-    p_out,
-    p_last,
-    p_rowdot,
-    p_border,
-    SHAPE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    WALK: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def walk_with_row_dots(p, CALL: tl.constexpr):
     """`walk` in the roles `dquery` and `dkey`, with row dots and borders, where no chunk is flagged.
 
     Here the output's rows are tokens, as they are in memory and in `w`: the state goes through shared memory instead of
     the output, which is read twice, and a row's dot is summed within four threads. A program has one warpgroup, and two
     of them fit on a multiprocessor of Hopper's, to the byte where x has 128 dims, with tiles fetched two chunks ahead.
     """
-    H: tl.constexpr = SHAPE.heads
-    HX: tl.constexpr = SHAPE.x_heads
-    HY: tl.constexpr = SHAPE.y_heads
-    HZ: tl.constexpr = SHAPE.z_heads
-    HW: tl.constexpr = SHAPE.w_heads
-    DX: tl.constexpr = SHAPE.x_dim
-    DZ: tl.constexpr = SHAPE.z_dim
-    BX: tl.constexpr = SHAPE.x_block
-    BZ: tl.constexpr = SHAPE.z_block
-    C: tl.constexpr = SHAPE.chunk
-    G: tl.constexpr = SHAPE.group
-    WHOLE: tl.constexpr = SHAPE.whole
-    FLIP: tl.constexpr = SHAPE.flip
-    SCALE: tl.constexpr = NUMBERS.scale
-    REVERSE: tl.constexpr = WALK.reverse
+    H: tl.constexpr = CALL.heads
+    DX: tl.constexpr = CALL.walk.x_dim
+    DZ: tl.constexpr = CALL.walk.z_dim
+    BX: tl.constexpr = CALL.walk.x_block
+    BZ: tl.constexpr = CALL.walk.z_block
+    C: tl.constexpr = CALL.chunk
+    G: tl.constexpr = CALL.group
+    WHOLE: tl.constexpr = CALL.whole
+    REVERSE: tl.constexpr = CALL.reverse
     NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
     i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    i_from = i_j * (L // C)
-    i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED) + i_from // G
-    n_steps = tl.minimum(tl.cdiv(n_rows, C) - i_from, tl.cdiv(L, C))
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
+    i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
+    i_from = i_j * (p.L // C)
+    i_group0 = blocks_before(i_n, p, GROUPS, C * G, CALL) + i_from // G
+    n_steps = tl.minimum(tl.cdiv(n_rows, C) - i_from, tl.cdiv(p.L, C))
 
-    if any_flagged(p_flag, i_chunk0 + i_from, n_steps, i_h, H):
+    if any_flagged(p, i_chunk0 + i_from, n_steps, i_h, H):
         return
 
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_pair = tl.arange(0, 2)
     o_state = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
-    i_xh = i_h // (H // HX)
-    i_yh = i_h // (H // HY)
-    i_zh = i_h // (H // HZ)
-    i_wh = i_h // (H // HW)
+    i_xh = i_h // (H // CALL.walk.x_heads)
+    i_yh = i_h // (H // CALL.walk.y_heads)
+    i_zh = i_h // (H // CALL.walk.z_heads)
+    i_wh = i_h // (H // CALL.walk.w_heads)
     # scores are [row of x, row of y]
     o_gap = o_r[:, None] - o_r[None, :]
     if REVERSE:
         o_gap = -o_gap
 
     b_state = tl.zeros([BZ, BX], tl.float32)
-    if WALK.start:
+    if CALL.start:
         i_start = i_n.to(tl.int64)
-        if SHAPE.segmented:
+        if CALL.walk.segmented:
             i_start = i_block.to(tl.int64)
         m_start = m_state
-        if PACKED:
-            m_start = m_start & (i_n < N)
-        p_tile = p_start + (i_start * H + i_h) * (DX * DZ) + o_state
-        b_state = tl.load(p_tile, mask=m_start, other=0.0).to(tl.float32) * NUMBERS.start_scale
+        if CALL.packed:
+            m_start = m_start & (i_n < p.N)
+        p_tile = p.start + (i_start * H + i_h) * (DX * DZ) + o_state
+        b_state = tl.load(p_tile, mask=m_start, other=0.0).to(tl.float32) * CALL.start_scale
     # what is left of a chunk's own decay is due when the state is next multiplied anyway
     b_due = 1.0
     n_groups = tl.cdiv(n_steps, G)
@@ -121,38 +89,38 @@ def walk_with_row_dots(
             i_group = n_groups - 1 - i_turn
         i_border = (i_group0 + i_group) * H + i_h
         if REVERSE:
-            p_here = p_border + i_border * (DX * DZ) + o_state
-            tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
+            p_here = p.border + i_border * (DX * DZ) + o_state
+            tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
         i_lowest = i_from + i_group * G
         n_turns = tl.minimum(n_steps - i_group * G, G)
         i_c = i_lowest
         if REVERSE:
             i_c += n_turns - 1
-        b_before = tl.load(p_factor + ((i_chunk0 + i_c) * H + i_h) * 2 + (1 if REVERSE else 0))
+        b_before = tl.load(p.factors + ((i_chunk0 + i_c) * H + i_h) * 2 + (1 if REVERSE else 0))
         for i_step in range(0, n_turns):
             i_c = i_lowest + i_step
             if REVERSE:
                 i_c = i_lowest + n_turns - 1 - i_step
             i_row = i_c * C
-            i_token = token_of(i_first, n_rows, i_row, FLIP)
+            i_token = token_of(i_first, n_rows, i_row, CALL.flip)
             i_chunk = (i_chunk0 + i_c) * H + i_h
             m_read = i_row + o_r < n_read
-            b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, False, WHOLE)
-            b_z = load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, False, WHOLE)
-            b_x = load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, False, WHOLE)
-            b_w = load_rows(p_w, i_token, i_wh, o_t, m_read, o_z, HW, DZ, PAD_Z, False, WHOLE)
+            b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, False, WHOLE)
+            b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, False, WHOLE)
+            b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, False, WHOLE)
+            b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, CALL.walk.w_heads, DZ, PAD_Z, False, WHOLE)
             # adds nothing, but an operand that comes from registers has a buffer less in shared memory
             b_x = b_x + 0.0
-            b_near, b_far = tl.split(tl.load(p_within + i_chunk * (4 * C) + o_r[:, None] * 4 + o_pair[None, :] * 2))
+            b_near, b_far = tl.split(tl.load(p.within + i_chunk * (4 * C) + o_r[:, None] * 4 + o_pair[None, :] * 2))
             if REVERSE:
                 b_near, b_far = b_far, b_near
-            b_near = b_near * SCALE
+            b_near = b_near * CALL.scale
             b_added = (tl.trans(b_z) * b_far[None, :]).to(b_z.dtype)
             b_state = b_state * (b_due * b_before)
             # the next chunk's is fetched while this one is worked on
             i_next = tl.where(i_step + 1 < n_turns, i_chunk + (-H if REVERSE else H), i_chunk)
-            b_before = tl.load(p_factor + i_next * 2 + (1 if REVERSE else 0))
-            b_due = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
+            b_before = tl.load(p.factors + i_next * 2 + (1 if REVERSE else 0))
+            b_due = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
 
             b_seen = tl.trans(b_state.to(b_y.dtype))
             b_score = tl.dot(b_x, tl.trans(b_y))
@@ -163,13 +131,13 @@ def walk_with_row_dots(
             b_state = tl.dot(b_added, b_y, acc=b_state)
 
             m_write = i_row + o_r < n_rows
-            p_rows = p_out + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
-            b_rows = b_out.to(p_out.dtype.element_ty)
+            p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
+            b_rows = b_out.to(p.output.dtype.element_ty)
             store_tile(p_rows, b_rows, m_write[:, None] & (o_z[None, :] < DZ), WHOLE and not PAD_Z)
             b_rowdot = tl.sum(b_out * b_w.to(tl.float32), 1)
-            p_dots = p_rowdot + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
+            p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
             tl.store(p_dots, b_rowdot, mask=m_write)
         if not REVERSE:
-            b_met = tl.load(p_dstate + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
+            b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_met = tl.sum(tl.sum(b_met * (b_state * b_due), 1), 0)
-            tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, b_met)
+            tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)

@@ -1,78 +1,59 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the states at the starts of time segments."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import SEGMENTS, blocks_before
+from ejkernel.kernels.chunks.triton.device.places import SEGMENTS, blocks_before
 
 
 @triton.jit
-def scan_segments(
-    p_segment,
-    p_decay,
-    p_start,
-    p_cu,
-    T,
-    N,
-    L,
-    p_out,
-    p_last,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAYS: tl.constexpr,
-    KEYED: tl.constexpr,
-    START: tl.constexpr,
-    START_SCALE: tl.constexpr,
-    LAST: tl.constexpr,
-    LAST_SCALE: tl.constexpr,
-    PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+def scan_segments(p, CALL: tl.constexpr):
     """The state at the start of each time segment, from the segments' own states and whole decays.
 
     With LAST also those that sequences end with.
     """
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    DECAYS: tl.constexpr = CALL.decays
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // (NK * NV)) % H
     i_n = i_program // (NK * NV * H)
-    i_segment = blocks_before(i_n, p_cu, SEGMENTS, N, T, L, PACKED)
-    if PACKED:
-        n_segments = (tl.load(p_cu + SEGMENTS * (N + 2) + i_n + 1) - i_segment).to(tl.int32)
+    i_segment = blocks_before(i_n, p, SEGMENTS, p.L, CALL)
+    if CALL.packed:
+        n_segments = (tl.load(p.packing + SEGMENTS * (p.N + 2) + i_n + 1) - i_segment).to(tl.int32)
     else:
-        n_segments = tl.cdiv(T, L)
+        n_segments = tl.cdiv(p.T, p.L)
     o_k = (i_program % NK) * BK + tl.arange(0, BK)
     o_v = ((i_program // NK) % NV) * BV + tl.arange(0, BV)
     o_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_state = tl.zeros([BK, BV], tl.float32)
-    if START:
-        p_tile = p_start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        b_state = tl.load(p_tile, mask=m_state, other=0.0).to(tl.float32) * START_SCALE
+    if CALL.start:
+        p_tile = p.start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        b_state = tl.load(p_tile, mask=m_state, other=0.0).to(tl.float32) * CALL.start_scale
     for i_step in range(0, n_segments):
         i_j = i_step
-        if REVERSE:
+        if CALL.reverse:
             i_j = n_segments - 1 - i_step
         i_here = (i_segment + i_j) * H + i_h
         # the last segment's own state is there where it is of use
-        m_own = (i_step + 1 < n_segments) | LAST
-        if (DECAYS == 1) and not KEYED:
-            b_decay = tl.load(p_decay + i_here, mask=m_own, other=0.0)
+        m_own = (i_step + 1 < n_segments) | CALL.last
+        if (DECAYS == 1) and not (CALL.decay == "key"):
+            b_decay = tl.load(p.decay + i_here, mask=m_own, other=0.0)
         else:
-            b_decay = tl.load(p_decay + i_here * DECAYS + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+            b_decay = tl.load(p.decay + i_here * DECAYS + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
             if DECAYS > K:
-                p_row = p_decay + i_here * DECAYS + K + o_v
+                p_row = p.decay + i_here * DECAYS + K + o_v
                 b_decay = b_decay * tl.load(p_row, mask=(o_v < V) & m_own, other=0.0)[None, :]
-        b_own = tl.load(p_segment + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
-        tl.store(p_out + i_here * (K * V) + o_state, b_state, mask=m_state)
+        b_own = tl.load(p.segments + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
+        tl.store(p.starts + i_here * (K * V) + o_state, b_state, mask=m_state)
         # a decay may be infinite
         b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own
-    if LAST:
-        p_tile = p_last + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        tl.store(p_tile, b_state * LAST_SCALE, mask=m_state)
+    if CALL.last:
+        p_tile = p.final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
+        tl.store(p_tile, b_state * CALL.last_scale, mask=m_state)

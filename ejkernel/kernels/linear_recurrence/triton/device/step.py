@@ -1,49 +1,26 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: calls of a few tokens, one token at a time."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
-from ejkernel.kernels.chunks.triton.places import token_of
-from ejkernel.kernels.chunks.triton.tokens import fade_state, load_token, locate_sequence
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.device.places import token_of
+from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_token, locate_sequence
 
 
 @triton.jit
-def step(
-    p_q,
-    p_k,
-    p_v,
-    p_gate,
-    p_value_gate,
-    p_start,
-    p_cu,
-    T,
-    N,
-    p_out,
-    p_last,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    VALUE_DECAY: tl.constexpr,
-    SCALE: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    START: tl.constexpr,
-):
+def step(p, CALL: tl.constexpr):
     """Token by token, for calls of a few tokens a sequence: the state is read once and written once."""
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
     i_n = i_program // (NV * H)
-    i_first, n_rows, is_real = locate_sequence(i_n, p_cu, T, N, PACKED)
+    i_first, n_rows, is_real = locate_sequence(i_n, p, CALL)
     o_k = tl.arange(0, BK)
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     m_k = (o_k < K) & is_real
@@ -51,23 +28,23 @@ def step(
     o_state = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[:, None] * V + o_v[None, :]
     m_state = m_k[:, None] & m_v[None, :]
     b_state = tl.zeros([BK, BV], tl.float32)
-    if START:
-        b_state = tl.load(p_start + o_state, mask=m_state, other=0.0).to(tl.float32)
-    if DECAY == "constant":
-        b_gate = tl.load(p_gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
+    if CALL.start:
+        b_state = tl.load(p.start + o_state, mask=m_state, other=0.0).to(tl.float32)
+    if CALL.decay == "constant":
+        b_gate = tl.load(p.gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
     for i_row in range(0, n_rows):
-        i_token = token_of(i_first, n_rows, i_row, FLIP)
+        i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_here = i_token * H + i_h
-        b_q = load_token(p_q, i_token, i_h, o_k, m_k, H, HQ, K)
-        b_k = load_token(p_k, i_token, i_h, o_k, m_k, H, HK, K)
-        b_v = load_token(p_v, i_token, i_h, o_v, m_v, H, HV, V)
-        b_state = fade_state(b_state, p_gate, i_here, o_k, m_k, is_real, K, DECAY)
-        if DECAY == "constant":
+        b_q = load_token(p.query, i_token, i_h, o_k, m_k, H, CALL.query_heads, K)
+        b_k = load_token(p.key, i_token, i_h, o_k, m_k, H, CALL.key_heads, K)
+        b_v = load_token(p.value, i_token, i_h, o_v, m_v, H, CALL.value_heads, V)
+        b_state = fade_state(b_state, p, i_here, o_k, m_k, is_real, CALL)
+        if CALL.decay == "constant":
             b_state = faded(b_state, b_gate * LOG2E)
-        if VALUE_DECAY:
-            b_faded = tl.load(p_value_gate + i_here * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        if CALL.value_decay:
+            b_faded = tl.load(p.value_gate + i_here * V + o_v, mask=m_v, other=0.0).to(tl.float32)
             b_state = faded(b_state, (b_faded * LOG2E)[None, :])
         b_state = b_state + b_k[:, None] * b_v[None, :]
-        b_out = tl.sum(b_q[:, None] * b_state, 0) * SCALE
-        tl.store(p_out + i_here * V + o_v, b_out.to(p_out.dtype.element_ty), mask=o_v < V)
-    tl.store(p_last + o_state, b_state, mask=m_state)
+        b_out = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
+        tl.store(p.output + i_here * V + o_v, b_out.to(p.output.dtype.element_ty), mask=o_v < V)
+    tl.store(p.final + o_state, b_state, mask=m_state)

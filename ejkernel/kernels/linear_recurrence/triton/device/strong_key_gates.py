@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code for chunks whose key gates are flagged as strong: their scores, and the gradients of these.
 
 What tokens of a chunk do to each other is computed over dyadic blocks: no exponent of a decay is ever positive there. A
@@ -9,8 +7,8 @@ decay is the product of its tokens' own, which are the only powers computed.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import scaled
-from ejkernel.kernels.chunks.triton.places import CHUNKS, load_rows, locate, token_of
+from ejkernel.kernels.chunks.triton.device.gates import scaled
+from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of
 from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import (
     climb,
     held_as_loaded,
@@ -32,50 +30,27 @@ def heads_to_visit(p_flag, HEADS: tl.constexpr):
 
 
 @triton.jit
-def exact_scores(
-    p_q,
-    p_k,
-    p_gate,
-    p_flag,
-    p_qhat_in,
-    p_khat_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_qhat,
-    p_khat,
-    p_score,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    LR: tl.constexpr,
-    HEADS: tl.constexpr,
-    START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def exact_scores(p, CALL: tl.constexpr):
     """For a flagged chunk: its scores over dyadic blocks, and q̂, k̂ against its ends, in place of those folded."""
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    BK: tl.constexpr = CALL.key_block
+    C: tl.constexpr = CALL.chunk
+    LEVELS: tl.constexpr = CALL.levels
     PAD: tl.constexpr = K % BK != 0
-    R: tl.constexpr = 1 << LR
-    SIGN: tl.constexpr = -1 if FLIP else 1
+    R: tl.constexpr = 1 << CALL.log_rows
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
     # what is the same for all heads would take registers
-    for i_part in tl.range(0, heads_to_visit(p_flag, HEADS), disable_licm=True):
-        i_program = tl.program_id(0) * HEADS + i_part
+    for i_part in tl.range(0, heads_to_visit(p.flag, CALL.heads_at_once), disable_licm=True):
+        i_program = tl.program_id(0) * CALL.heads_at_once + i_part
         i_h = i_program % H
         i_chunk = i_program.to(tl.int64)
         # 1 or 0. The dots below are loops of so many turns: only from one turn to the next does an operand that was
         # computed stay in shared memory, and both of theirs are one tile.
-        is_flagged = tl.load(p_flag + i_chunk)
+        is_flagged = tl.load(p.flag + i_chunk)
         if is_flagged != 0:
-            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             o_row = tl.arange(0, C)[:, None]
             o_column = tl.arange(0, C)[None, :]
             o_r = tl.arange(0, R)
@@ -85,35 +60,32 @@ def exact_scores(
             b_score = tl.zeros([C, C], tl.float32)
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
-                b_q, b_k, b_total = load_chunk(
-                    p_q, p_k, p_gate, i_token, i_h, i_c * C, n_read, o_r, o_b, o_k,
-                    H, HQ, HK, K, PAD, LR, 4, SIGN, START, WIDE,
-                )  # fmt: skip
+                b_q, b_k, b_total = load_chunk(p, i_token, i_h, i_c * C, n_read, o_r, o_b, o_k, PAD, 4, SIGN, CALL)
                 b_fold = tl.reshape(b_q, [C, BK])
                 b_other = tl.reshape(b_k, [C, BK])
                 b_q = b_q.to(tl.float32) * b_total
                 b_k = b_k.to(tl.float32)
                 b_part = tl.zeros([C, C], tl.float32)
                 for _ in tl.range(0, is_flagged):
-                    b_pair = tl.dot(b_fold, tl.trans(b_other), input_precision=PRECISION)
+                    b_pair = tl.dot(b_fold, tl.trans(b_other), input_precision=CALL.precision)
                     b_part = tl.where(b_apart == 0, b_pair, 0.0)
                     b_fold = tl.zeros_like(b_fold)
                 for i_level in tl.static_range(0, LEVELS):
-                    b_fold, b_q, b_k, b_total = climb(b_q, b_k, b_total, o_r, o_b, i_level, LR)
+                    b_fold, b_q, b_k, b_total = climb(b_q, b_k, b_total, o_r, o_b, i_level, CALL.log_rows)
                     b_fold = tl.reshape(b_fold, [C, BK]).to(b_other.dtype)
                     for _ in tl.range(0, is_flagged):
-                        b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=PRECISION)
+                        b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=CALL.precision)
                         # what meets at a higher level is written over there
                         b_part = tl.where(b_apart >= 2**i_level, b_pair, b_part)
                         b_fold = tl.zeros_like(b_fold)
                 b_score += b_part
                 m_tile = mask_rows(i_c * C + o_b[:, None] * R + o_r[None, :], n_read, o_k, K, PAD)
                 o_hat = place_rows(i_token, i_h, o_b * (R * SIGN), o_k, H, K)
-                p_tile = spread_rows(p_qhat + o_hat, o_r, SIGN * H * K, 4)
-                tl.store(p_tile, b_q.to(p_qhat.dtype.element_ty), mask=m_tile)
-                p_tile = spread_rows(p_khat + o_hat, o_r, SIGN * H * K, 4)
-                tl.store(p_tile, b_k.to(p_khat.dtype.element_ty), mask=m_tile)
-            tl.store(p_score + i_chunk * (C * C) + (o_row * C + o_column), b_score.to(p_score.dtype.element_ty))
+                p_tile = spread_rows(p.q_hat + o_hat, o_r, SIGN * H * K, 4)
+                tl.store(p_tile, b_q.to(p.q_hat.dtype.element_ty), mask=m_tile)
+                p_tile = spread_rows(p.k_hat + o_hat, o_r, SIGN * H * K, 4)
+                tl.store(p_tile, b_k.to(p.k_hat.dtype.element_ty), mask=m_tile)
+            tl.store(p.score + i_chunk * (C * C) + (o_row * C + o_column), b_score.to(p.score.dtype.element_ty))
 
 
 @triton.jit
@@ -148,44 +120,7 @@ def within_blocks(queries, b_k, decays, p_block, o_r, C: tl.constexpr):
 
 
 @triton.jit
-def exact_gradients(
-    p_q,
-    p_k,
-    p_v,
-    p_gate,
-    p_dout,
-    p_flag,
-    p_dqhat,
-    p_dkhat,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    p_summand,
-    p_dq,
-    p_dk,
-    p_dscore,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    HO: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    LR: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    START: tl.constexpr,
-    PACKED: tl.constexpr,
-    FLIP: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def exact_gradients(p, CALL: tl.constexpr):
     """For a flagged chunk: dq and dk, of which dq̂ and dk̂ hold the state's part, and what a gate's gradient sums up.
 
     The summand takes q̂ and k̂ as they were rounded, and leaves out what a token does to itself: both cancel in the sum,
@@ -193,19 +128,31 @@ def exact_gradients(
     dq̂ and dk̂ come in parts to be added, of which the first of dq̂ is the summand's place.
     Each program has a place of its own for the gradients of a chunk's scores.
     """
+    H: tl.constexpr = CALL.heads
+    HV: tl.constexpr = CALL.value_heads
+    HO: tl.constexpr = CALL.output_heads
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
+    C: tl.constexpr = CALL.chunk
+    LEVELS: tl.constexpr = CALL.levels
+    LR: tl.constexpr = CALL.log_rows
+    PARTS: tl.constexpr = CALL.parts
+    WIDE: tl.constexpr = CALL.wide
     PAD: tl.constexpr = K % BK != 0
     R: tl.constexpr = 1 << LR
-    SIGN: tl.constexpr = -1 if FLIP else 1
-    p_dscore += tl.program_id(0).to(tl.int64) * (C * C)
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
+    p_dscore = p.d_score + tl.program_id(0).to(tl.int64) * (C * C)
     # what is the same for all heads would take registers
-    for i_part in tl.range(0, heads_to_visit(p_flag, HEADS), disable_licm=True):
-        i_program = tl.program_id(0) * HEADS + i_part
+    for i_part in tl.range(0, heads_to_visit(p.flag, CALL.heads_at_once), disable_licm=True):
+        i_program = tl.program_id(0) * CALL.heads_at_once + i_part
         i_h = i_program % H
         # 1 or 0, and the turns of the loop around a dot, as for the scores
-        is_flagged = tl.load(p_flag + i_program.to(tl.int64))
+        is_flagged = tl.load(p.flag + i_program.to(tl.int64))
         if is_flagged != 0:
-            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             o_t = tl.arange(0, C)
             o_row = o_t[:, None]
             o_column = o_t[None, :]
@@ -215,10 +162,12 @@ def exact_gradients(
             b_dscore = tl.zeros([C, C], tl.float32)
             for i_v in range(0, (V + BV - 1) // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
-                b_dout = load_rows(p_dout, i_token, i_h // (H // HO), o_t * SIGN, m_read, o_v, HO, V, V % BV != 0, WIDE)
-                b_v = load_rows(p_v, i_token, i_h // (H // HV), o_t * SIGN, m_read, o_v, HV, V, V % BV != 0, WIDE)
-                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=PRECISION)
-            b_dscore = b_dscore * SCALE
+                b_dout = load_rows(
+                    p.d_output, i_token, i_h // (H // HO), o_t * SIGN, m_read, o_v, HO, V, V % BV != 0, WIDE
+                )
+                b_v = load_rows(p.value, i_token, i_h // (H // HV), o_t * SIGN, m_read, o_v, HV, V, V % BV != 0, WIDE)
+                b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=CALL.precision)
+            b_dscore = b_dscore * CALL.scale
             # nobody reads those of the last chunk any more, and from here on threads read what others wrote
             tl.debug_barrier()
             tl.store(p_dscore + (o_row * C + o_column), b_dscore)
@@ -226,22 +175,19 @@ def exact_gradients(
             # pairs of one level meet both ways: row of q with row of k, and back
             b_both = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, tl.trans(b_dscore), 0.0))
             if not WIDE:
-                b_both = b_both.to(p_q.dtype.element_ty)
+                b_both = b_both.to(p.query.dtype.element_ty)
             b_meet = ()
             for i_level in tl.static_range(LR, LEVELS):
                 # each block meets its neighbour
                 b_meet += (tl.where(((o_row ^ o_column) >> i_level) == 1, b_both, 0.0),)
             for i_k in range(0, (K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
-                b_q, b_k, b_decay = load_chunk(
-                    p_q, p_k, p_gate, i_token, i_h, i_c * C, n_read, o_r, o_b, o_k,
-                    H, HQ, HK, K, PAD, LR, 2, SIGN, START, WIDE,
-                )  # fmt: skip
+                b_q, b_k, b_decay = load_chunk(p, i_token, i_h, i_c * C, n_read, o_r, o_b, o_k, PAD, 2, SIGN, CALL)
                 # on their way together with the others
                 m_tile = mask_rows(i_c * C + o_b[:, None] * R + o_r[None, :], n_read, o_k, K, PAD)
                 o_part = place_rows(i_token * PARTS, i_h * PARTS, o_b * (R * SIGN * PARTS), o_k, H, K)
-                b_dqhat = load_parts(spread_rows(p_dqhat + o_part, o_r, SIGN * H * PARTS * K, 2), m_tile, K, PARTS)
-                b_dkhat = load_parts(spread_rows(p_dkhat + o_part, o_r, SIGN * H * PARTS * K, 2), m_tile, K, PARTS)
+                b_dqhat = load_parts(spread_rows(p.dq_hat + o_part, o_r, SIGN * H * PARTS * K, 2), m_tile, K, PARTS)
+                b_dkhat = load_parts(spread_rows(p.dk_hat + o_part, o_r, SIGN * H * PARTS * K, 2), m_tile, K, PARTS)
                 # decays since the start of a block and until its end, and from there to where it meets others
                 decays = split_rows(b_decay, LR)
                 since = (decays[0],)
@@ -278,16 +224,16 @@ def exact_gradients(
                     b_turned = tl.zeros([BK, C], tl.float32)
                     for _ in tl.range(0, is_flagged):
                         # turned, so that the matrix, the same for all key dims, is what has to lie in shared memory
-                        b_turned = tl.dot(tl.trans(b_tokens), b_meet[i_level - LR], input_precision=PRECISION)
+                        b_turned = tl.dot(tl.trans(b_tokens), b_meet[i_level - LR], input_precision=CALL.precision)
                         b_tokens = tl.zeros_like(b_tokens)
                     b_grad = held_as_loaded(tl.reshape(tl.trans(b_turned), [C // R, R, BK]))
                     b_summand += b_fold.to(tl.float32) * b_grad * (2.0 * b_late - 1.0)
                     b_grad *= b_fade
                     b_dq += b_grad * b_late
                     b_dk += b_grad * (1.0 - b_late)
-                tl.store(spread_rows(p_summand + o_part, o_r, SIGN * H * PARTS * K, 2), b_summand, mask=m_tile)
+                tl.store(spread_rows(p.summand + o_part, o_r, SIGN * H * PARTS * K, 2), b_summand, mask=m_tile)
                 o_hat = place_rows(i_token, i_h, o_b * (R * SIGN), o_k, H, K)
-                p_tile = spread_rows(p_dq + o_hat, o_r, SIGN * H * K, 2)
-                tl.store(p_tile, b_dq.to(p_dq.dtype.element_ty), mask=m_tile)
-                p_tile = spread_rows(p_dk + o_hat, o_r, SIGN * H * K, 2)
-                tl.store(p_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_tile)
+                p_tile = spread_rows(p.d_query + o_hat, o_r, SIGN * H * K, 2)
+                tl.store(p_tile, b_dq.to(p.d_query.dtype.element_ty), mask=m_tile)
+                p_tile = spread_rows(p.d_key + o_hat, o_r, SIGN * H * K, 2)
+                tl.store(p_tile, b_dk.to(p.d_key.dtype.element_ty), mask=m_tile)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: a chunk with its rows in registers, and decays multiplied up level by level.
 
 A chunk's tokens lie in blocks of R = 2**LR, and a chunk is one tile of blocks, rows and dims. A thread has its dims of
@@ -11,7 +9,7 @@ One tile, not one a row: for every load and store one of Triton's passes goes th
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
 
 
 @triton.jit
@@ -38,42 +36,28 @@ def spread_rows(p_tile, o_r, STRIDE: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def load_chunk(
-    p_q,
-    p_k,
-    p_gate,
-    i_token,
-    i_h,
-    i_first,
-    n_read,
-    o_r,
-    o_b,
-    o_k,
-    H: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    PAD: tl.constexpr,
-    LR: tl.constexpr,
-    DIMS: tl.constexpr,
-    SIGN: tl.constexpr,
-    START: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    p, i_token, i_h, i_first, n_read, o_r, o_b, o_k,
+    PAD: tl.constexpr, DIMS: tl.constexpr, SIGN: tl.constexpr, CALL: tl.constexpr,
+):  # fmt: skip
     """Queries and keys, and each token's own decays; `i_first` is the first of them in its sequence."""
-    R: tl.constexpr = 1 << LR
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    R: tl.constexpr = 1 << CALL.log_rows
     o_t = o_b * (R * SIGN)
-    p_q += place_rows(i_token, i_h // (H // HQ), o_t, o_k, HQ, K)
-    p_k += place_rows(i_token, i_h // (H // HK), o_t, o_k, HK, K)
-    p_gate += place_rows(i_token, i_h, o_t, o_k, H, K)
+    p_q = p.query + place_rows(i_token, i_h // (H // HQ), o_t, o_k, HQ, K)
+    p_k = p.key + place_rows(i_token, i_h // (H // HK), o_t, o_k, HK, K)
+    p_gate = p.gate + place_rows(i_token, i_h, o_t, o_k, H, K)
     m_tile = mask_rows(i_first + o_b[:, None] * R + o_r[None, :], n_read, o_k, K, PAD)
     m_gate = m_tile
-    if not START:
+    if not CALL.start:
         # the first gate meets no state, and must not make an infinite one of it
         m_gate = m_gate & ((o_r[None, :] > 0) | (i_first + o_b[:, None] > 0))[:, :, None]
     b_gate = tl.load(spread_rows(p_gate, o_r, SIGN * H * K, DIMS), mask=m_gate, other=0.0).to(tl.float32)
     b_q = tl.load(spread_rows(p_q, o_r, SIGN * HQ * K, DIMS), mask=m_tile, other=0.0)
     b_k = tl.load(spread_rows(p_k, o_r, SIGN * HK * K, DIMS), mask=m_tile, other=0.0)
-    if WIDE:
+    if CALL.wide:
         b_q = b_q.to(tl.float32)
         b_k = b_k.to(tl.float32)
     return b_q, b_k, tl.exp2(tl.minimum(b_gate * LOG2E, MOST))

@@ -1,12 +1,10 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: the walk, which carries a state through the chunks of a sequence, in all of its roles."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import MOST, faded, in_bits
-from ejkernel.kernels.chunks.triton.places import (
+from ejkernel.kernels.chunks.triton.device.gates import MOST, faded, in_bits
+from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     GROUPS,
     SEGMENTS,
@@ -17,44 +15,15 @@ from ejkernel.kernels.chunks.triton.places import (
     token_of,
     token_offsets,
 )
-from ejkernel.kernels.chunks.triton.rounding import nearest
-from ejkernel.kernels.linear_recurrence.triton.device.operands import in_range, load_weights
-from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
+from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, load_weights, part_of_walk
 
 
 @triton.jit
-def walk(
-    p_x,
-    p_y,
-    p_z,
-    p_w,
-    p_within,
-    p_factor,
-    p_other,
-    p_flag,
-    p_start,
-    p_dstate,
-    p_out_in,
-    p_last_in,
-    p_rowdot_in,
-    p_border_in,
-    p_cu,
-    p_owner,
-    T,
-    N,
-    L,
-    p_out,
-    p_last,
-    p_rowdot,
-    p_border,
-    SHAPE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    WALK: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def walk(p, CALL: tl.constexpr):
     """Carries a state through the chunks of a sequence: `S ← decay S + z yᵀ`, `out = scale S x`, all roles swappable.
 
-    | `WALK.role` | x | y | z | w | rows of S | time | stores |
+    | `CALL.walk.role` | x | y | z | w | rows of S | time | stores |
     |---|---|---|---|---|---|---|---|
     | `segment` | | k̂, or q̂ in reverse | v, or do | | V | as asked | each time segment's own state, and its decay |
     | `output` | q̂ | k̂ | v | | V | forward | the output, and the final state |
@@ -62,78 +31,62 @@ def walk(
     | `dquery` | do | v | k̂ | q | K | forward | dq̂; where gates have a gradient, also row dots and states at borders |
     | `dkey` | v | do | q̂ | k | K | reverse | dk̂; the same |
 
-    Without key gates q̂ and k̂ are q and k. `SHAPE`, `NUMBERS` and `WALK` are the records in `walks.py`.
+    Without key gates q̂ and k̂ are q and k.
 
     The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
-    the kernels that fold gates lay down. `p_within` is what these know of a chunk's tokens: the gate itself (constant),
+    the kernels that fold gates lay down. `p.within` is what these know of a chunk's tokens: the gate itself (constant),
     weights of rows (head), or the scores of flagged chunks (key).
     Where x has more dims than a program carries, each part of them has its own program, and gives a part of the sum
     that the output is.
-    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. BORDER is about the later end of
-    each group of G chunks: a walk in reverse stores its state there, 1 as it is, 2 as the rows of x see it; the walk
-    forward, 3, meets these in `p_dstate`, and stores the sums of their products, of each row or for a head of all. With
-    4 a walk stores the state with which it enters each chunk (`segment`: instead of its decay).
-    With gates of both key and value dims `p_other` has the decays of the value dims, and z and the output are folded.
+    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. What it stores at the later
+    end of each group of chunks, or for every chunk, `Border` lists.
+    With gates of both key and value dims `p.other` has the decays of the value dims, and z and the output are folded.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
-    chunk is flagged. What strong gates need would take the registers of the common case. The second one gets the
-    first one's results as `p_…_in`, and adds to them in place.
-    float16 operands have the digits but not the range: rows of the state and of z, and columns of the scores, are
-    rounded after a power of two has brought them in range.
+    chunk is flagged. What strong gates need would take the registers of the common case. The second one
+    adds to the first one's results, in place.
+    float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
     """
-    H: tl.constexpr = SHAPE.heads
-    HX: tl.constexpr = SHAPE.x_heads
-    HY: tl.constexpr = SHAPE.y_heads
-    HZ: tl.constexpr = SHAPE.z_heads
-    HW: tl.constexpr = SHAPE.w_heads
-    DX: tl.constexpr = SHAPE.x_dim
-    DZ: tl.constexpr = SHAPE.z_dim
-    BX: tl.constexpr = SHAPE.x_block
-    BZ: tl.constexpr = SHAPE.z_block
-    C: tl.constexpr = SHAPE.chunk
-    G: tl.constexpr = SHAPE.group
-    WHOLE: tl.constexpr = SHAPE.whole
-    SEGMENTED: tl.constexpr = SHAPE.segmented
-    FLIP: tl.constexpr = SHAPE.flip
-    PRECISION: tl.constexpr = NUMBERS.precision
-    WIDE: tl.constexpr = NUMBERS.wide
-    SCALE: tl.constexpr = NUMBERS.scale
-    START_SCALE: tl.constexpr = NUMBERS.start_scale
-    LAST_SCALE: tl.constexpr = NUMBERS.last_scale
-    DECAY: tl.constexpr = WALK.decay
-    REVERSE: tl.constexpr = WALK.reverse
-    START: tl.constexpr = WALK.start
-    LAST: tl.constexpr = WALK.last
-    STRONG: tl.constexpr = WALK.strong
-    ROWDOT: tl.constexpr = WALK.rowdot
-    BORDER: tl.constexpr = WALK.border
-    FLAT: tl.constexpr = WALK.flat
-    OUTPUT: tl.constexpr = WALK.role != "segment"
-    SCORES: tl.constexpr = (WALK.role == "output") or (WALK.role == "dvalue")
+    H: tl.constexpr = CALL.heads
+    HW: tl.constexpr = CALL.walk.w_heads
+    DX: tl.constexpr = CALL.walk.x_dim
+    DZ: tl.constexpr = CALL.walk.z_dim
+    BX: tl.constexpr = CALL.walk.x_block
+    BZ: tl.constexpr = CALL.walk.z_block
+    C: tl.constexpr = CALL.chunk
+    G: tl.constexpr = CALL.group
+    WHOLE: tl.constexpr = CALL.whole
+    FLIP: tl.constexpr = CALL.flip
+    PRECISION: tl.constexpr = CALL.walk.precision
+    WIDE: tl.constexpr = CALL.wide
+    DECAY: tl.constexpr = CALL.decay
+    REVERSE: tl.constexpr = CALL.reverse
+    STRONG: tl.constexpr = 1 if CALL.walk.strong else 0
+    ROW_DOTS: tl.constexpr = CALL.walk.row_dots
+    BORDER: tl.constexpr = CALL.walk.border
+    OUTPUT: tl.constexpr = CALL.walk.role != "segment"
+    SCORES: tl.constexpr = (CALL.walk.role == "output") or (CALL.walk.role == "dvalue")
     # key dims are the rows of the walked state, or its columns
-    BY_KEY: tl.constexpr = (WALK.role == "dquery") or (WALK.role == "dkey")
+    BY_KEY: tl.constexpr = (CALL.walk.role == "dquery") or (CALL.walk.role == "dkey")
     STATE_ROW: tl.constexpr = DX if BY_KEY else 1
     STATE_COLUMN: tl.constexpr = 1 if BY_KEY else DZ
     KEYED: tl.constexpr = DECAY == "key"
     # the other side of the state decays too, and no chunk is flagged
-    BOTH: tl.constexpr = WALK.both
+    BOTH: tl.constexpr = CALL.walk.both
     KEY_ROWS: tl.constexpr = KEYED and BY_KEY
     KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
-    RANGED: tl.constexpr = (p_y.dtype.element_ty == tl.float16) and (not WIDE)
-    # weighed in full, scores fit in float16, and are rounded alike in the two walks whose row dots are subtracted
-    WEIGHED: tl.constexpr = ROWDOT or RANGED
     NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
     i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, SEGMENTS, N, T, L, PACKED)
-    i_chunk0 = blocks_before(i_n, p_cu, CHUNKS, N, T, C, PACKED)
-    if (BORDER > 0) and (BORDER < 4):
-        i_group0 = blocks_before(i_n, p_cu, GROUPS, N, T, C * G, PACKED)
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
+    i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
+    if (BORDER != "none") and (BORDER != "entered"):
+        i_group0 = blocks_before(i_n, p, GROUPS, C * G, CALL)
     n_chunks = tl.cdiv(n_rows, C)
-    i_from = i_j * (L // C)
-    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(L, C))
-    if (not OUTPUT) and (not LAST):
+    i_from = i_j * (p.L // C)
+    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(p.L, C))
+    if (not OUTPUT) and (not CALL.last):
         # nobody starts from where a sequence ends
         if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
             return
@@ -145,9 +98,9 @@ def walk(
     o_state = o_z[:, None] * STATE_ROW + o_x[None, :] * STATE_COLUMN
     o_border = o_z[:, None] * DX + o_x[None, :]
     m_state = (o_z[:, None] < DZ) & (o_x[None, :] < DX)
-    i_xh = i_h // (H // HX)
-    i_yh = i_h // (H // HY)
-    i_zh = i_h // (H // HZ)
+    i_xh = i_h // (H // CALL.walk.x_heads)
+    i_yh = i_h // (H // CALL.walk.y_heads)
+    i_zh = i_h // (H // CALL.walk.z_heads)
 
     # scores are [row of y, row of x]
     o_gap = o_r[None, :] - o_r[:, None]
@@ -155,30 +108,30 @@ def walk(
         o_gap = -o_gap
 
     if DECAY == "constant":
-        b_gate = in_bits(tl.load(p_within + i_n.to(tl.int64) * H + i_h).to(tl.float32))
+        b_gate = in_bits(tl.load(p.within + i_n.to(tl.int64) * H + i_h).to(tl.float32))
         # finite, since 0 times infinity would be no number
         b_pair = tl.exp2(tl.where(o_gap >= 0, tl.minimum(b_gate * o_gap, MOST), float("-inf")))
         b_near = tl.exp2(tl.minimum(b_gate * ((C - 1 - o_r) if REVERSE else (o_r + 1)), MOST))
         b_write = tl.exp2(tl.minimum(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)), MOST))
         b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
     if DECAY == "head":
-        if any_flagged(p_flag, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
+        if any_flagged(p, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
             return
 
     b_state = tl.zeros([BZ, BX], tl.float32)
-    if START:
+    if CALL.start:
         i_start = i_n.to(tl.int64)
-        if SEGMENTED:
+        if CALL.walk.segmented:
             i_start = i_block.to(tl.int64)
         m_start = m_state
-        if PACKED:
-            m_start = m_start & (i_n < N)
+        if CALL.packed:
+            m_start = m_start & (i_n < p.N)
         b_state = (
-            tl.load(p_start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
-            * START_SCALE
+            tl.load(p.start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
+            * CALL.start_scale
         )
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
-    b_due = tl.full([BZ], 1.0, tl.float32) if RANGED else 1.0
+    b_due = 1.0
     if not OUTPUT:
         if BOTH:
             b_whole_row = tl.full([BZ], 1.0, tl.float32)
@@ -188,17 +141,17 @@ def walk(
             b_whole = tl.full([BZ], 1.0, tl.float32)
         else:
             b_whole = 1.0
-    if ROWDOT:
+    if ROW_DOTS:
         i_wh = i_h // (H // HW)
         i_row = (i_from + n_steps - 1 if REVERSE else i_from) * C
         m_w = (i_row + o_r < n_read) & (n_steps > 0)
-        b_w = load_rows(p_w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
+        b_w = load_rows(p.w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
-    if BORDER == 1:
+    if BORDER == "state":
         if n_steps > 0:
             i_border = i_group0 + (i_from + n_steps - 1) // G
-            p_here = p_border + (i_border * H + i_h) * (DX * DZ) + o_border
-            tl.store(p_here, b_state.to(p_border.dtype.element_ty), mask=m_state)
+            p_here = p.border + (i_border * H + i_h) * (DX * DZ) + o_border
+            tl.store(p_here, b_state.to(p.border.dtype.element_ty), mask=m_state)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
         if REVERSE:
@@ -207,26 +160,25 @@ def walk(
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + i_c) * H + i_h
         m_read = i_row + o_r < n_read
-        if BORDER == 4:
-            p_here = p_border + i_chunk * (DX * DZ) + o_border
-            tl.store(p_here, (b_state * b_due).to(p_border.dtype.element_ty), mask=m_state)
-        b_y = load_rows(p_y, i_token, i_yh, o_t, m_read, o_x, HY, DX, PAD_X, WIDE, WHOLE)
-        b_z = tl.trans(load_rows(p_z, i_token, i_zh, o_t, m_read, o_z, HZ, DZ, PAD_Z, WIDE, WHOLE))
+        if BORDER == "entered":
+            p_here = p.border + i_chunk * (DX * DZ) + o_border
+            tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
+        b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, WIDE, WHOLE)
+        b_z = tl.trans(load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, WIDE, WHOLE))
         if OUTPUT:
-            b_x = tl.trans(load_rows(p_x, i_token, i_xh, o_t, m_read, o_x, HX, DX, PAD_X, WIDE, WHOLE))
-        if KEYED:
-            b_y = nearest(b_y, PRECISION)
-            b_z = nearest(b_z, PRECISION)
-            if OUTPUT:
-                b_x = nearest(b_x, PRECISION)
+            b_x = tl.trans(load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, WIDE, WHOLE))
+        b_y = nearest(b_y, PRECISION)
+        b_z = nearest(b_z, PRECISION)
+        if OUTPUT:
+            b_x = nearest(b_x, PRECISION)
 
         # what is added to the state, the state as the rows of x see it, and the state that is added to
         b_added = b_z
         b_seen = b_state
         if DECAY == "head":
-            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_within, i_chunk, o_r, C)
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p.within, i_chunk, o_r, C)
             if STRONG:
-                p_end = p_within + i_chunk * (4 * C) + 4 * (C - 1)
+                p_end = p.within + i_chunk * (4 * C) + 4 * (C - 1)
                 b_whole_end = tl.load(p_end + 1)
                 b_part_end = tl.load(p_end + 3)
                 # these are still exponents
@@ -236,8 +188,8 @@ def walk(
                 b_before = 1.0
                 b_after = 1.0
             else:
-                b_before = tl.load(p_factor + i_chunk * 2 + (1 if REVERSE else 0))
-                b_after = tl.load(p_factor + i_chunk * 2 + (0 if REVERSE else 1))
+                b_before = tl.load(p.factors + i_chunk * 2 + (1 if REVERSE else 0))
+                b_after = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
             if REVERSE:
                 b_near, b_far = b_far, b_near
             if STRONG:
@@ -247,28 +199,18 @@ def walk(
         if DECAY == "constant":
             b_added = b_z * b_write[None, :]
         if (DECAY == "head") or (DECAY == "constant"):
-            if RANGED:
-                b_down, b_up = in_range(b_added, 1, 2.0**-50)
-                b_added = b_added * b_down[:, None]
-            b_added = b_added.to(b_z.dtype)
-        b_lag = b_due
+            b_added = nearest(b_added.to(b_z.dtype), PRECISION)
         if DECAY == "head":
-            if RANGED:
-                b_state = b_state * (b_due * b_before * b_down)[:, None]
-                b_due = b_after * b_up
-            else:
-                b_state = b_state * (b_due * b_before)
-                b_due = b_after
+            b_state = b_state * (b_due * b_before)
+            b_due = b_after
             if STRONG:
                 b_state = faded(b_state, b_all)
             else:
                 b_seen = b_state
-                if RANGED:
-                    b_lag = b_up
         if KEYED:
             DK: tl.constexpr = DX if KEY_COLUMNS else DZ
             o_k = o_x if KEY_COLUMNS else o_z
-            p_pair = p_factor + i_chunk * (4 * DK) + (2 * DK if REVERSE else 0)
+            p_pair = p.factors + i_chunk * (4 * DK) + (2 * DK if REVERSE else 0)
             b_before = tl.load(p_pair + o_k, mask=o_k < DK, other=0.0)
             b_after = tl.load(p_pair + DK + o_k, mask=o_k < DK, other=0.0)
             if KEY_COLUMNS:
@@ -280,7 +222,7 @@ def walk(
             if BOTH:
                 DO: tl.constexpr = DZ if KEY_COLUMNS else DX
                 o_o = o_z if KEY_COLUMNS else o_x
-                p_pair = p_other + i_chunk * (4 * DO) + (2 * DO if REVERSE else 0)
+                p_pair = p.other + i_chunk * (4 * DO) + (2 * DO if REVERSE else 0)
                 b_other_before = tl.load(p_pair + o_o, mask=o_o < DO, other=0.0)
                 b_other_after = tl.load(p_pair + DO + o_o, mask=o_o < DO, other=0.0)
                 if KEY_COLUMNS:
@@ -292,27 +234,22 @@ def walk(
                 b_state = b_state * b_before * b_other_before
                 b_seen = b_state
             else:
-                is_exact = tl.load(p_flag + i_chunk) != 0
+                is_exact = tl.load(p.flag + i_chunk) != 0
                 b_seen = b_state * tl.where(is_exact, 1.0, b_before)
                 b_state = b_state * b_before
-            if BORDER == 2:
+            if BORDER == "seen":
                 if (i_c % G == G - 1) | (i_c == n_chunks - 1):
-                    p_here = p_border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    p_here = p.border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
                     tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
-            if RANGED:
-                b_down_seen, b_up_seen = in_range(b_seen, 1, 2.0**-126)
-                b_seen = b_seen * b_down_seen[:, None]
             if DECAY != "none":
                 b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
             b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
             if DECAY == "none":
                 # not before, so that this dot need not wait for the last chunk's
-                b_seen = b_seen.to(b_y.dtype)
+                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
             b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
-            if RANGED:
-                b_out = b_out * (b_lag * b_up_seen)[:, None]
             if DECAY == "constant":
                 b_out = b_out * b_near[None, :]
                 # a later token's score may be infinite, and is to become 0; a choice would take more registers
@@ -326,14 +263,15 @@ def walk(
                     b_out = faded(b_out, b_near[None, :])
                 else:
                     b_score = b_score * b_far[:, None]
-                    if WEIGHED:
+                    if ROW_DOTS:
+                        # weighed in full, and so rounded alike in the two walks whose row dots are subtracted
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
             if KEYED and not BOTH:
                 if is_exact:
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
-                        b_score = tl.load(p_within + i_chunk * (C * C) + o_score).to(tl.float32)
+                        b_score = tl.load(p.within + i_chunk * (C * C) + o_score).to(tl.float32)
                         if NX > 1:
                             # these are of all dims of x, and count once
                             b_score = tl.where(i_x == 0, b_score, 0.0)
@@ -341,47 +279,37 @@ def walk(
                         b_score = tl.zeros([C, C], tl.float32)
             if DECAY != "constant":
                 b_score = tl.where(o_gap >= 0, b_score, 0.0)
-            if RANGED:
-                b_down_score, b_up_score = in_range(b_score, 0, 2.0**-50)
-                b_score = b_score * b_down_score[None, :]
-                b_out = b_out * b_down_score[None, :]
             b_score = nearest(b_score.to(b_z.dtype), PRECISION)
             b_out = tl.dot(b_z, b_score, acc=b_out, input_precision=PRECISION)
             if DECAY == "none":
                 b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            if (DECAY == "head") and (not STRONG) and (not WEIGHED):
-                b_out = b_out * (b_near * SCALE)[None, :]
-            elif RANGED:
-                b_out = b_out * (b_up_score * SCALE)[None, :]
+            if (DECAY == "head") and (not STRONG) and (not ROW_DOTS):
+                b_out = b_out * (b_near * CALL.scale)[None, :]
             else:
-                b_out = b_out * SCALE
+                b_out = b_out * CALL.scale
             m_write = i_row + o_r < n_rows
-            p_rows = p_out + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
-            b_rows = tl.trans(b_out.to(p_out.dtype.element_ty))
+            p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
+            b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
             m_out = m_write[:, None]
             if PAD_Z:
                 m_out = m_out & (o_z[None, :] < DZ)
             store_tile(p_rows, b_rows, m_out, WHOLE and not PAD_Z)
-            if ROWDOT:
+            if ROW_DOTS:
                 # in the layout of the store, which is that of the other factor; rounding's rest is taken along
-                b_rest = b_out - b_out.to(p_out.dtype.element_ty).to(tl.float32)
+                b_rest = b_out - b_out.to(p.output.dtype.element_ty).to(tl.float32)
                 b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
                 b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
-                p_dots = p_rowdot + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
+                p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
                 tl.store(p_dots, b_rowdot, mask=m_write)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
                 i_token = token_of(i_first, n_rows, i_next, FLIP)
                 m_w = (i_next + o_r < n_read) & (i_step + 1 < n_steps)
-                b_w = load_rows(p_w, i_token, i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
+                b_w = load_rows(p.w, i_token, i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
         if (DECAY != "none") or (not OUTPUT):
             if DECAY == "constant":
-                if RANGED:
-                    b_state = b_state * (b_due * b_through * b_down)[:, None]
-                    b_due = b_up
-                else:
-                    b_state = b_state * b_through
+                b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
             if KEYED:
                 b_state = b_state * b_after
@@ -398,50 +326,49 @@ def walk(
                 b_whole = b_whole * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
             if BOTH:
                 b_whole_row = b_whole_row * tl.reshape(b_other_before * b_other_after, [BZ])
-        if BORDER == 1:
+        if BORDER == "state":
             # about to enter the group before
             if (i_c % G == 0) & (i_step + 1 < n_steps):
-                p_here = p_border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
-                b_true = b_state * (b_due[:, None] if RANGED else b_due)
-                tl.store(p_here, b_true.to(p_border.dtype.element_ty), mask=m_state)
-        if BORDER == 3:
+                p_here = p.border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
+                tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
+        if BORDER == "met":
             if (i_c % G == G - 1) | (i_step + 1 == n_steps):
                 i_border = (i_group0 + i_c // G) * H + i_h
-                b_met = tl.load(p_dstate + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
+                b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
                 if BOTH:
                     # the dims of x decay on their way there as well
-                    p_reach = (p_factor if KEY_COLUMNS else p_other) + i_chunk * (4 * DX) + 2 * DX + o_x
+                    p_reach = (p.factors if KEY_COLUMNS else p.other) + i_chunk * (4 * DX) + 2 * DX + o_x
                     b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
-                b_met = b_met * (b_state * (b_due[:, None] if RANGED else b_due))
+                b_met = b_met * (b_state * b_due)
                 if KEYED:
-                    tl.store(p_border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
+                    tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
                 else:
-                    b_met = tl.sum(b_met) if FLAT else tl.sum(tl.sum(b_met, 1), 0)
-                    tl.store(p_border + (i_border * NX + i_x) * NZ + i_z, b_met)
+                    b_met = tl.sum(b_met) if CALL.walk.flat else tl.sum(tl.sum(b_met, 1), 0)
+                    tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)
     if (DECAY == "head") or (DECAY == "constant"):
-        b_state = b_state * (b_due[:, None] if RANGED else b_due)
+        b_state = b_state * b_due
 
     if OUTPUT:
-        if LAST:
+        if CALL.last:
             is_last = i_from + n_steps >= n_chunks
             if REVERSE:
                 is_last = i_j == 0
-            if PACKED:
-                is_last = is_last & (i_n < N)
+            if CALL.packed:
+                is_last = is_last & (i_n < p.N)
             if is_last:
                 i_last = i_n.to(tl.int64) * H + i_h
-                tl.store(p_last + i_last * (DX * DZ) + o_state, b_state * LAST_SCALE, mask=m_state)
+                tl.store(p.final + i_last * (DX * DZ) + o_state, b_state * CALL.last_scale, mask=m_state)
     else:
         i_segment = i_block.to(tl.int64) * H + i_h
-        tl.store(p_last + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
-        if BORDER == 4:
+        tl.store(p.final + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
+        if BORDER == "entered":
             pass
         elif BOTH:
-            tl.store(p_border + i_segment * (DX + DZ) + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
-            tl.store(p_border + i_segment * (DX + DZ) + DX + o_z, b_whole_row, mask=(o_z < DZ) & (i_x == 0))
+            tl.store(p.border + i_segment * (DX + DZ) + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+            tl.store(p.border + i_segment * (DX + DZ) + DX + o_z, b_whole_row, mask=(o_z < DZ) & (i_x == 0))
         elif KEY_COLUMNS:
-            tl.store(p_border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+            tl.store(p.border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
         elif KEY_ROWS:
-            tl.store(p_border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
+            tl.store(p.border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
         else:
-            tl.store(p_border + i_segment, b_whole, mask=(i_z == 0) & (i_x == 0))
+            tl.store(p.border + i_segment, b_whole, mask=(i_z == 0) & (i_x == 0))

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: what operands are rounded to before a dot cuts them off."""
 
 import triton

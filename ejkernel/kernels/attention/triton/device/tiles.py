@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code that every kernel of attention shares: which block is whose, who sees whom, and what a score becomes.
 
 Names: `i_` index, `n_` count, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
@@ -64,55 +62,40 @@ def block_of(i_program, HEADS: tl.constexpr, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
-def locate(
-    i_block,
-    p_cu,
-    p_cu_kv,
-    p_offset,
-    N,
-    apart,
-    S,
-    L,
-    left,
-    right,
-    BLOCK: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    PACKED: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
+def locate(i_block, p, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, CALL: tl.constexpr):
     """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`."""
-    if PACKED:
-        i_n = sequence_of(i_block, p_cu_kv if OF_KEYS else p_cu, N, apart, BLOCK)
-        i_next = tl.minimum(i_n + 1, N)
-        q_at = tl.load(p_cu + i_n)
-        k_at = tl.load(p_cu_kv + i_n)
+    if CALL.packed:
+        i_n = sequence_of(i_block, p.cu_seqlens_kv if OF_KEYS else p.cu_seqlens, p.N, p.apart, BLOCK)
+        i_next = tl.minimum(i_n + 1, p.N)
+        q_at = tl.load(p.cu_seqlens + i_n)
+        k_at = tl.load(p.cu_seqlens_kv + i_n)
         # padding is a sequence that nobody sees and that sees nobody
-        n_q = tl.where(i_n < N, tl.load(p_cu + i_next), 0 if OF_KEYS else S) - q_at
-        n_k = tl.where(i_n < N, tl.load(p_cu_kv + i_next), L if OF_KEYS else 0) - k_at
+        n_q = tl.where(i_n < p.N, tl.load(p.cu_seqlens + i_next), 0 if OF_KEYS else p.S) - q_at
+        n_k = tl.where(i_n < p.N, tl.load(p.cu_seqlens_kv + i_next), p.L if OF_KEYS else 0) - k_at
         i_first = (i_block - (k_at if OF_KEYS else q_at) // BLOCK - i_n) * BLOCK
         i_b = i_block * 0
-        i_n = tl.minimum(i_n, N - 1)
+        i_n = tl.minimum(i_n, p.N - 1)
     else:
-        n_blocks = tl.cdiv(L if OF_KEYS else S, BLOCK)
+        n_blocks = tl.cdiv(p.L if OF_KEYS else p.S, BLOCK)
         i_b = i_block // n_blocks
         i_first = i_block % n_blocks * BLOCK
         i_n = i_b
         q_at = i_block * 0
         k_at = i_block * 0
-        n_q = q_at + S
-        n_k = k_at + L
-    lowest, highest = bounds(p_offset, i_n, left, right, OFFSETS)
+        n_q = q_at + p.S
+        n_k = k_at + p.L
+    lowest, highest = bounds(p, i_n, CALL)
     return i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest
 
 
 @triton.jit
-def bounds(p_offset, i_n, left, right, OFFSETS: tl.constexpr):
+def bounds(p, i_n, CALL: tl.constexpr):
     """How far from a query's own position the first and the last key are that it sees, in a row or sequence."""
     offset = (i_n * 0).to(tl.int64)
-    if OFFSETS:
-        offset += tl.load(p_offset + (i_n if OFFSETS == 2 else 0))
-    lowest = tl.minimum(tl.maximum(offset - left, -FAR), FAR)
-    highest = tl.minimum(tl.maximum(offset + right, -FAR), FAR)
+    if CALL.offsets:
+        offset += tl.load(p.query_offset + (i_n if CALL.offsets == 2 else 0))
+    lowest = tl.minimum(tl.maximum(offset - p.left, -FAR), FAR)
+    highest = tl.minimum(tl.maximum(offset + p.right, -FAR), FAR)
     return lowest.to(tl.int32), highest.to(tl.int32)
 
 
@@ -162,12 +145,12 @@ def at_edge(i_first, all_start, all_stop):
 
 
 @triton.jit
-def sees(o_i, o_j, lowest, highest, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def sees(o_i, o_j, lowest, highest, CALL: tl.constexpr):
     """Whether the query at `o_i` may see the key at `o_j`, as far as bounds on distance go."""
     m_pair = (o_i == o_i) & (o_j == o_j)
-    if LEFT:
+    if CALL.left:
         m_pair = m_pair & (o_j >= o_i + lowest)
-    if RIGHT:
+    if CALL.right:
         m_pair = m_pair & (o_j <= o_i + highest)
     return m_pair
 
@@ -187,19 +170,34 @@ def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def pair_rows(i_b, i_h, o_token, S, L, H: tl.constexpr, HEADS: tl.constexpr, LAYOUT: tl.constexpr):
+def pair_rows(i_b, i_h, o_token, p, HEADS: tl.constexpr, LAYOUT: tl.constexpr, CALL: tl.constexpr):
     """Where the rows of a mask or a bias begin that belong to these queries; one row if it is the same for all."""
     o_row = i_b.to(tl.int64) * 0
     if HEADS > 1:
-        o_row += i_h * HEADS // H
+        o_row += i_h * HEADS // CALL.heads
     if ROWS & LAYOUT:
         o_row += i_b.to(tl.int64) * HEADS
     if QUERIES & LAYOUT:
         # past the end the last row is as good as any
-        o_row = o_row * S + tl.minimum(o_token, S - 1)
+        o_row = o_row * p.S + tl.minimum(o_token, p.S - 1)
     if KEYS & LAYOUT:
-        o_row = o_row * padded(L)
+        o_row = o_row * padded(p.L)
     return o_row + tl.zeros([1], tl.int64)
+
+
+@triton.jit
+def rows_of_pairs(i_b, i_h, o_token, p, CALL: tl.constexpr):
+    """Of these queries: where their rows of the mask and of the bias begin, and by what dropout counts them."""
+    o_mask = o_token
+    o_bias = o_token
+    o_draw = o_token
+    if CALL.mask:
+        o_mask = pair_rows(i_b, i_h, o_token, p, CALL.mask_heads, CALL.mask, CALL)
+    if CALL.bias:
+        o_bias = pair_rows(i_b, i_h, o_token, p, CALL.bias_heads, CALL.bias, CALL)
+    if CALL.least:
+        o_draw = ((i_b * CALL.heads + i_h).to(tl.int64) * p.S + o_token).to(tl.uint32)
+    return o_mask, o_bias, o_draw
 
 
 @triton.jit
@@ -209,19 +207,25 @@ def padded(L):
 
 
 @triton.jit
-def load_pairs(p, o_row, o_token, L, LAYOUT: tl.constexpr):
+def load_pairs(p_pairs, o_row, o_token, L, LAYOUT: tl.constexpr):
     """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens; 1 long where it is the same."""
     if KEYS & LAYOUT:
-        return tl.load(p + o_row + o_token, mask=o_token < padded(L), other=0)
+        return tl.load(p_pairs + o_row + o_token, mask=o_token < padded(L), other=0)
     else:
-        return tl.load(p + o_row)
+        return tl.load(p_pairs + o_row)
 
 
 @triton.jit
-def load_bias(p, o_row, o_token, L, LAYOUT: tl.constexpr):
+def load_bias(p, o_row, o_token, CALL: tl.constexpr):
     """A tile of the bias in units of log 2, but where only that would make it infinite."""
-    b = load_pairs(p, o_row, o_token, L, LAYOUT).to(tl.float32)
+    b = load_pairs(p.bias, o_row, o_token, p.L, CALL.bias).to(tl.float32)
     return tl.where(tl.abs(b) < 2.0**126, b * LOG2E, b)
+
+
+@triton.jit
+def load_mask(p, o_row, o_token, CALL: tl.constexpr):
+    """A tile of the mask."""
+    return load_pairs(p.mask, o_row, o_token, p.L, CALL.mask) != 0
 
 
 @triton.jit
@@ -237,31 +241,31 @@ def tanh(b, FAST: tl.constexpr):
 
 
 @triton.jit
-def bend(b_s, SCALE: tl.constexpr, CAP: tl.constexpr, LINEAR: tl.constexpr, FAST: tl.constexpr):
+def bend(b_s, CALL: tl.constexpr):
     """What becomes of a product of query and key before a bias is added, and the slope of the soft cap.
 
-    LINEAR leaves the scale to whoever takes the exponential.
+    `CALL.linear` leaves the scale to whoever takes the exponential.
     """
     b_slope = 1.0
-    if CAP > 0:
-        b_bent = tanh(b_s * (SCALE / CAP), FAST)
-        b_s = b_bent * (CAP * LOG2E)
+    if CALL.cap > 0:
+        b_bent = tanh(b_s * (CALL.scale / CALL.cap), CALL.fast_tanh)
+        b_s = b_bent * (CALL.cap * LOG2E)
         b_slope = 1.0 - b_bent * b_bent
-    elif not LINEAR:
-        b_s = b_s * (SCALE * LOG2E)
+    elif not CALL.linear:
+        b_s = b_s * (CALL.scale * LOG2E)
     return b_s, b_slope
 
 
 @triton.jit
-def turned(b, BY: tl.constexpr):
+def rotated(b, BY: tl.constexpr):
     return (b << BY) | (b >> (32 - BY))
 
 
 @triton.jit
-def kept(p_words, o_row, o_column, LEAST: tl.constexpr):
+def kept(p, o_row, o_column, CALL: tl.constexpr):
     """Which weights dropout keeps: `dropout.kept`, Threefry-2x32 in 13 rounds, bit for bit."""
-    k_0 = tl.load(p_words)
-    k_1 = tl.load(p_words + 1)
+    k_0 = tl.load(p.words)
+    k_1 = tl.load(p.words + 1)
     k_2 = k_0 ^ k_1 ^ 0x1BD11BDA
     x_0 = o_row + k_0
     x_1 = o_column + k_1
@@ -270,17 +274,17 @@ def kept(p_words, o_row, o_column, LEAST: tl.constexpr):
     x_0, x_1 = four_rounds(x_0 + k_1, x_1 + k_2 + 1, 17, 29, 16, 24)
     x_0, x_1 = four_rounds(x_0 + k_2, x_1 + k_0 + 2, 13, 15, 26, 6)
     # of the last round only the first word is asked for
-    return x_0 + k_0 + x_1 + k_1 + 3 >= LEAST
+    return x_0 + k_0 + x_1 + k_1 + 3 >= CALL.least
 
 
 @triton.jit
 def four_rounds(x_0, x_1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     x_0 = x_0 + x_1
-    x_1 = turned(x_1, A) ^ x_0
+    x_1 = rotated(x_1, A) ^ x_0
     x_0 = x_0 + x_1
-    x_1 = turned(x_1, B) ^ x_0
+    x_1 = rotated(x_1, B) ^ x_0
     x_0 = x_0 + x_1
-    x_1 = turned(x_1, C) ^ x_0
+    x_1 = rotated(x_1, C) ^ x_0
     x_0 = x_0 + x_1
-    x_1 = turned(x_1, D) ^ x_0
+    x_1 = rotated(x_1, D) ^ x_0
     return x_0, x_1

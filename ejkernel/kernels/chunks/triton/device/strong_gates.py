@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of the exact path, for gates of a key dim too strong for one reference a chunk: their sums."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import in_bits
+from ejkernel.kernels.chunks.triton.device.gates import in_bits
 
 
 @triton.jit

@@ -1,21 +1,19 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code of calls of a few tokens: one sequence, one token and its gate at a time."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
 
 
 @triton.jit
-def locate_sequence(i_n, p_cu, T, N, PACKED: tl.constexpr):
+def locate_sequence(i_n, p, CALL: tl.constexpr):
     """Where a sequence begins, its tokens, and whether it is one: the padding behind the last packed one is none."""
-    if PACKED:
-        i_first = tl.load(p_cu + i_n)
-        return i_first.to(tl.int64), tl.load(p_cu + i_n + 1) - i_first, i_n < N
+    if CALL.packed:
+        i_first = tl.load(p.packing + i_n)
+        return i_first.to(tl.int64), tl.load(p.packing + i_n + 1) - i_first, i_n < p.N
     else:
-        return i_n.to(tl.int64) * T, T, i_n >= 0
+        return i_n.to(tl.int64) * p.T, p.T, i_n >= 0
 
 
 @triton.jit
@@ -25,13 +23,13 @@ def load_token(p, i_token, i_h, o_c, m_c, H: tl.constexpr, HEADS: tl.constexpr, 
 
 
 @triton.jit
-def fade_state(b_state, p_gate, i_here, o_k, m_k, is_real, K: tl.constexpr, DECAY: tl.constexpr):
+def fade_state(b_state, p, i_here, o_k, m_k, is_real, CALL: tl.constexpr):
     """What a token's gate, of a head or of each key dim, leaves of a state, [key dims, value dims]."""
-    if DECAY == "head":
-        b_gate = tl.load(p_gate + i_here, mask=is_real, other=0.0).to(tl.float32)
+    if CALL.decay == "head":
+        b_gate = tl.load(p.gate + i_here, mask=is_real, other=0.0).to(tl.float32)
         return faded(b_state, b_gate * LOG2E)
-    elif DECAY == "key":
-        b_gate = tl.load(p_gate + i_here * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    elif CALL.decay == "key":
+        b_gate = tl.load(p.gate + i_here * CALL.key_dim + o_k, mask=m_k, other=0.0).to(tl.float32)
         return faded(b_state, (b_gate * LOG2E)[:, None])
     else:
         return b_state

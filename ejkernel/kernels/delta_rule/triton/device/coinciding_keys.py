@@ -1,22 +1,21 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
-"""Device code for chunks whose keys are alike: what rounding takes off what is multiplied there.
+"""Device code for chunks whose keys coincide: what rounding takes off what is multiplied there.
 
 Most of what such tokens add to a state cancels, and with it what bfloat16 has digits for. So operands that were
 computed go into products a second time, with what rounding has taken off them. Other chunks need none of it, so this
-is done by kernels of its own, which most often find nothing to do.
+is done by launches of its own, which most often find nothing to do. Kept by the contract: gradients are exact, also
+where every token writes to the same place.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.places import load_rows, token_of, token_offsets
-from ejkernel.kernels.chunks.triton.rounding import nearest
+from ejkernel.kernels.chunks.triton.device.places import load_rows, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS, pair_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
 
 # The mean square of a system's rows from which on outputs are not within twice their rounding error any more.
-MOST_ALIKE = tl.constexpr(1.5)
+COINCIDING = tl.constexpr(1.5)
 
 
 @triton.jit
@@ -26,52 +25,54 @@ def store_squares(b_system, p_squares, i_chunk, o_r, C: tl.constexpr):
 
 
 @triton.jit
-def are_alike(b_square, C: tl.constexpr):
+def coincide(b_square, C: tl.constexpr):
     """Whether keys are, by the squares of systems' rows, `[systems, rows]`."""
-    return tl.sum(b_square, 1) > MOST_ALIKE * C
+    return tl.sum(b_square, 1) > COINCIDING * C
 
 
 @triton.jit
-def load_weak(p_weak, i_chunk, o_chunk, n_chunks, H: tl.constexpr):
-    """Which of a head's chunks have gates so weak that their keys may be alike."""
-    return tl.load(p_weak + i_chunk + o_chunk * H, mask=o_chunk < n_chunks, other=0)
+def load_weak(p, i_chunk, o_chunk, n_chunks, H: tl.constexpr):
+    """Which of a head's chunks have gates so weak that their keys may coincide."""
+    return tl.load(p.weak + i_chunk + o_chunk * H, mask=o_chunk < n_chunks, other=0)
 
 
 @triton.jit
-def any_weak(p_weak, i_chunk, n_chunks, H: tl.constexpr):
+def any_weak(p, i_chunk, n_chunks, H: tl.constexpr):
     """Whether any of so many chunks of a head has."""
     b_weak = tl.zeros([64], tl.int32)
     for i in range(0, n_chunks, 64):
-        b_weak += load_weak(p_weak, i_chunk, i + tl.arange(0, 64), n_chunks, H)
+        b_weak += load_weak(p, i_chunk, i + tl.arange(0, 64), n_chunks, H)
     return tl.sum(b_weak, 0) > 0
 
 
 @triton.jit
-def any_alike(p_weak, p_squares, i_chunk, n_chunks, DECAY: tl.constexpr, H: tl.constexpr, C: tl.constexpr):
-    """Whether any of so many chunks of a head has keys that are alike."""
+def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
+    """Whether keys coincide in any of so many chunks of a head."""
+    C: tl.constexpr = CALL.chunk
     o_r = tl.arange(0, C)
-    b_alike = tl.zeros([16], tl.int32)
+    b_coincide = tl.zeros([16], tl.int32)
     for i in range(0, n_chunks, 16):
         o_chunk = i + tl.arange(0, 16)
         m_chunk = o_chunk < n_chunks
-        if DECAY == "head":
-            m_chunk = load_weak(p_weak, i_chunk, o_chunk, n_chunks, H) != 0
-        p_tile = p_squares + (i_chunk + o_chunk * H)[:, None] * C + o_r[None, :]
-        b_alike += are_alike(tl.load(p_tile, mask=m_chunk[:, None], other=0.0), C).to(tl.int32)
-    return tl.sum(b_alike, 0) > 0
+        if CALL.decay == "head":
+            m_chunk = load_weak(p, i_chunk, o_chunk, n_chunks, CALL.heads) != 0
+        p_tile = p.squares + (i_chunk + o_chunk * CALL.heads)[:, None] * C + o_r[None, :]
+        b_coincide += coincide(tl.load(p_tile, mask=m_chunk[:, None], other=0.0), C).to(tl.int32)
+    return tl.sum(b_coincide, 0) > 0
 
 
 @triton.jit
-def heads_alike(p_weak, p_squares, i_block, o_h, n_rows, DECAY: tl.constexpr, H: tl.constexpr, C: tl.constexpr):
-    """Which heads of a chunk of so many rows have keys that are alike."""
+def heads_that_coincide(p, i_block, o_h, n_rows, CALL: tl.constexpr):
+    """In which heads of a chunk of so many rows keys coincide."""
+    C: tl.constexpr = CALL.chunk
     o_r = tl.arange(0, C)
-    i_chunk = i_block.to(tl.int64) * H
-    m_head = o_h < H
-    if DECAY == "head":
-        m_head = tl.load(p_weak + i_chunk + o_h, mask=m_head, other=0) != 0
+    i_chunk = i_block.to(tl.int64) * CALL.heads
+    m_head = o_h < CALL.heads
+    if CALL.decay == "head":
+        m_head = tl.load(p.weak + i_chunk + o_h, mask=m_head, other=0) != 0
     m_square = m_head[:, None] & (o_r < n_rows)[None, :]
-    p_tile = p_squares + (i_chunk + o_h)[:, None] * C + o_r[None, :]
-    return are_alike(tl.load(p_tile, mask=m_square, other=0.0), C).to(tl.int32)
+    p_tile = p.squares + (i_chunk + o_h)[:, None] * C + o_r[None, :]
+    return coincide(tl.load(p_tile, mask=m_square, other=0.0), C).to(tl.int32)
 
 
 @triton.jit
@@ -88,27 +89,24 @@ def load_rest(p_rest, i_chunk, o_r, INVERSE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_rest(b, b_left, b_right, ALIKE: tl.constexpr):
-    """Adds a product with what rounding has taken off one operand, where keys are alike."""
-    if ALIKE:
+def add_rest(b, b_left, b_right, COINCIDE: tl.constexpr):
+    """Adds a product with what rounding has taken off one operand, where keys coincide."""
+    if COINCIDE:
         b = tl.dot(b_left, b_right, acc=b)
     return b
 
 
 @triton.jit
-def measure(
-    p_k, p_weak, p_weight, p_squares, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
+def measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl.constexpr):
     """`store_squares` of chunks whose gates are weak, with one gate a head, which no kernel before this has done."""
+    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    FLIP: tl.constexpr = CALL.flip
     PRECISION: tl.constexpr = CALL.precision
     o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, FLIP)
+    o_t = token_offsets(o_r, CALL.flip)
     o_weak = tl.arange(0, 64)
     b_weak = tl.zeros([64], tl.int32)
     for i_step in range(0, n_steps):
@@ -116,28 +114,26 @@ def measure(
         i_chunk = (i_chunk0 + i_c) * H + i_h
         # many at once, as most are not
         if i_step % 64 == 0:
-            b_weak = load_weak(p_weak, i_chunk, o_weak, n_steps - i_step, H)
+            b_weak = load_weak(p, i_chunk, o_weak, n_steps - i_step, H)
         if tl.sum(tl.where(o_weak == i_step % 64, b_weak, 0), 0) > 0:
-            p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
+            p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
+            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
             m_read = i_c * C + o_r < n_read
-            b_k = load_rows(p_k, i_token, i_h // (H // HK), o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
+            b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
             b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION) * tl.load(p_row)[:, None]
             b_below = b_below * pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
-            store_squares(b_below, p_squares, i_chunk, o_r, C)
+            store_squares(b_below, p.squares, i_chunk, o_r, C)
     # what other threads have written
     tl.debug_barrier()
 
 
 @triton.jit
-def store_rests(
-    p_q, p_k, p_own_q, p_own_k, p_write, p_weight, p_rest, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
+def store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
     """Solves a chunk's system again, for what rounding has taken off what queries read and off the inverse.
 
     Both are triangular: one matrix holds them, the inverse's rest transposed.
     """
+    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -148,18 +144,18 @@ def store_rests(
     SOLVE: tl.constexpr = CALL.solve
     o_r = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    p_row = p_weight + i_chunk * (WEIGHTS * C) + o_r
+    p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
     b_beta = tl.load(p_row)
     b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
     m_late = o_r[:, None] > o_r[None, :]
     m_own = o_r[:, None] == o_r[None, :]
-    b_k = load_rows(p_own_k, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
-    b_q = load_rows(p_own_q, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
+    b_k = load_rows(p.own_key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
+    b_q = load_rows(p.own_query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
     if CALL.decay == "key":
         b_score = scores(b_q, b_k, m_own, PRECISION)
-        b_q = load_rows(p_q, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
-        b_k = load_rows(p_k, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
-        b_write = load_rows(p_write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
+        b_q = load_rows(p.query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
+        b_k = load_rows(p.key, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
+        b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
         b_below = scores(b_k, b_write, m_late, PRECISION)
         b_score += scores(b_q, b_write, m_late, PRECISION)
     else:
@@ -172,4 +168,4 @@ def store_rests(
     b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
     b_rest = tl.trans((b_inverse - nearest(b_inverse, SOLVE)).to(tl.bfloat16))
     b_rest = tl.where(m_late | m_own, rest_of(product(b_score, b_inverse, INVERT)), b_rest)
-    tl.store(p_rest + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :], b_rest)
+    tl.store(p.rests + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :], b_rest)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: gates as powers of two, and what they make of numbers."""
 
 import triton

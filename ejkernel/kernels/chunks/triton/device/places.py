@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# (device code is typed by Triton)
 """Device code: where blocks of tokens lie, packed or not, and their rows as tiles.
 
 Names in device code: `i_` index, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
@@ -15,35 +13,35 @@ SEGMENTS = tl.constexpr(3)
 
 
 @triton.jit
-def locate(i_block, p_cu, p_owner, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
     """Sequence, block in it, first token, tokens and readable tokens of the i-th block of L tokens.
 
     The sequence past the last is padding: its tokens are written, as zeros, and never read.
     """
-    if PACKED:
-        i_n = tl.load(p_owner + i_block)
-        i_first = tl.load(p_cu + i_n)
-        n_rows = tl.load(p_cu + i_n + 1) - i_first
-        i_j = i_block - tl.load(p_cu + ROW * (N + 2) + i_n)
-        n_read = tl.where(i_n < N, n_rows, 0)
+    if CALL.packed:
+        i_n = tl.load(p.owner + i_block)
+        i_first = tl.load(p.packing + i_n)
+        n_rows = tl.load(p.packing + i_n + 1) - i_first
+        i_j = i_block - tl.load(p.packing + ROW * (p.N + 2) + i_n)
+        n_read = tl.where(i_n < p.N, n_rows, 0)
         i_first = i_first.to(tl.int64)
     else:
-        n_blocks = tl.cdiv(T, L)
+        n_blocks = tl.cdiv(p.T, L)
         i_n = i_block // n_blocks
         i_j = i_block % n_blocks
-        i_first = i_n.to(tl.int64) * T
-        n_rows = i_block * 0 + T
+        i_first = i_n.to(tl.int64) * p.T
+        n_rows = i_block * 0 + p.T
         n_read = n_rows
     return i_n, i_j, i_first, n_rows, n_read
 
 
 @triton.jit
-def blocks_before(i_n, p_cu, ROW: tl.constexpr, N, T, L, PACKED: tl.constexpr):
+def blocks_before(i_n, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
     """How many blocks of L tokens lie in the sequences before this one."""
-    if PACKED:
-        return tl.load(p_cu + ROW * (N + 2) + i_n).to(tl.int64)
+    if CALL.packed:
+        return tl.load(p.packing + ROW * (p.N + 2) + i_n).to(tl.int64)
     else:
-        return (i_n * tl.cdiv(T, L)).to(tl.int64)
+        return (i_n * tl.cdiv(p.T, L)).to(tl.int64)
 
 
 @triton.jit
@@ -65,33 +63,35 @@ def token_offsets(o_r, FLIP: tl.constexpr):
 
 
 @triton.jit
-def locate_chunk(
-    i_block, i_h, p_cu, p_owner, N, T, H: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FLIP: tl.constexpr
-):
+def locate_chunk(i_block, i_h, p, CALL: tl.constexpr):
     """The i-th chunk of all sequences: its number among those of all heads; its first row in its sequence, where that
     lies, and how many rows the sequence has, and readable ones; and the chunk's rows, and `token_offsets` of these."""
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p_cu, p_owner, CHUNKS, N, T, C, PACKED)
-    i_chunk = i_block.to(tl.int64) * H + i_h
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, FLIP)
-    o_r = tl.arange(0, C)
-    return i_chunk, i_row, i_token, n_rows, n_read, o_r, token_offsets(o_r, FLIP)
+    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
+    i_chunk = i_block.to(tl.int64) * CALL.heads + i_h
+    i_row = i_c * CALL.chunk
+    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
+    o_r = tl.arange(0, CALL.chunk)
+    return i_chunk, i_row, i_token, n_rows, n_read, o_r, token_offsets(o_r, CALL.flip)
+
+
+@triton.jit
+def locate_segment(i_block, p, CALL: tl.constexpr):
+    """What `locate` gives of the i-th time segment, how many chunks lie in the sequences before its own, how many its
+    sequence has, which of these is its first, and how many are its own."""
+    C: tl.constexpr = CALL.chunk
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
+    i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
+    n_chunks = tl.cdiv(n_rows, C)
+    i_from = i_j * (p.L // C)
+    n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(p.L, C))
+    return i_n, i_j, i_first, n_rows, n_read, i_chunk0, n_chunks, i_from, n_steps
 
 
 @triton.jit
 def load_rows(
-    p,
-    i_token,
-    i_head,
-    o_r,
-    m_r,
-    o_c,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAD: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr = False,
-):
+    p, i_token, i_head, o_r, m_r, o_c,
+    HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
     """Rows of one head as a tile; what the masks leave out is 0."""
     p_tile = p + (i_token * HEADS + i_head) * D + o_r[:, None] * (HEADS * D) + o_c[None, :]
     if WHOLE and not PAD:
@@ -108,18 +108,9 @@ def load_rows(
 
 @triton.jit
 def load_columns(
-    p,
-    i_token,
-    i_head,
-    o_t,
-    m_r,
-    o_c,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAD: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr = False,
-):
+    p, i_token, i_head, o_t, m_r, o_c,
+    HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
     """Rows of one head as the columns of a tile; what the masks leave out is 0."""
     p_tile = p + (i_token * HEADS + i_head) * D + (o_t[None, :] * (HEADS * D) + o_c[:, None])
     if WHOLE and not PAD:

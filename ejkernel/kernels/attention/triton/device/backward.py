@@ -1,0 +1,308 @@
+"""Device code of the backward pass: a block of queries walks the keys for its gradient, a block of keys the queries.
+
+Each gradient is summed by the one program that owns it, in a fixed order: no atomics, and equal bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.attention.triton.device.tiles import (
+    ALL,
+    LOG2E,
+    at_edge,
+    bend,
+    block_of,
+    in_sight,
+    kept,
+    load_bias,
+    load_mask,
+    load_rows,
+    locate,
+    pair_rows,
+    rows_of_pairs,
+    sees,
+    stretch,
+    walked,
+)
+
+# Columns of a row of `p.terms`: the scores' shift and the weights' mean, each as three numbers that add up to it.
+TERMS = tl.constexpr(16)
+
+
+@triton.jit
+def load_stats(p, o_row, m_row, APART: tl.constexpr):
+    """What is taken off the scores before the exponential; APART, in two steps that a large maximum does not spoil."""
+    b_top = tl.load(p.top + o_row, mask=m_row, other=0.0)
+    b_total = b_top
+    if APART:
+        b_total = tl.load(p.total + o_row, mask=m_row, other=0.0)
+        b_total = tl.where(b_total == float("-inf"), 0.0, b_total)
+    return b_top, b_total
+
+
+@triton.jit
+def weights(b_s, b_bias, b_top, b_total, CALL: tl.constexpr):
+    """The weights of a tile either way around, before dropout and unmasked, and the soft cap's slope."""
+    b_s, b_slope = bend(b_s, CALL)
+    if CALL.bias:
+        b_s = b_s + b_bias - b_top - b_total
+    elif CALL.linear:
+        b_s = b_s * (CALL.scale * LOG2E) - b_top
+    else:
+        b_s = b_s - b_top
+    # no weight is above 1, however large a score was rounded another way than in the forward pass
+    return tl.exp2(tl.minimum(b_s, 0.0, propagate_nan=tl.PropagateNan.ALL)), b_slope
+
+
+@triton.jit
+def load_d_lse(p, o_row, o_token, m_row, CALL: tl.constexpr):
+    """The log-sum-exp's cotangent, of which padding has none."""
+    if CALL.packed:
+        m_row = m_row & (o_token < tl.load(p.cu_seqlens + p.N))
+    return tl.load(p.d_lse + o_row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def terms(b_shift, b_mean, dtype: tl.constexpr):
+    """Rows of `p.terms`, whose products with ones take shift and mean off the scores on their way."""
+    o_c = tl.arange(0, TERMS)[None, :]
+    b = tl.where(o_c < 3, b_shift[:, None], b_mean[:, None])
+    b_first = b.to(dtype)
+    b_rest = b - b_first.to(tl.float32)
+    b_second = b_rest.to(dtype)
+    b_third = (b_rest - b_second.to(tl.float32)).to(dtype)
+    b_term = tl.where(o_c % 3 == 0, b_first, tl.where(o_c % 3 == 1, b_second, b_third))
+    return tl.where(o_c < 6, b_term, 0.0)
+
+
+@triton.jit
+def row_means(p, CALL: tl.constexpr):
+    """What the softmax takes off the gradient of the scores of a block of rows: one stream over the output.
+
+    The walks, which have several loads to wait for one after the other, would take longer to do it.
+    """
+    H: tl.constexpr = CALL.heads
+    DV: tl.constexpr = CALL.value_dim
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    o_m = tl.arange(0, BM)
+    o_dv = tl.arange(0, BDV)
+    n_blocks = tl.cdiv(p.S, BM)
+    i_b = i_program // H // n_blocks
+    i_first = i_program // H % n_blocks * BM
+    m_i = i_first + o_m < p.S
+    q_row = i_b.to(tl.int64) * p.S + i_first
+    b_out = load_rows(p.output + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
+    b_do = load_rows(p.d_output + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(tl.float32)
+    # a row without keys has output 0 and takes no gradient, not even a NaN
+    b_mean = tl.sum(tl.where(b_out == 0, 0.0, b_out * b_do), 1)
+    o_row = (i_b * H + i_h).to(tl.int64) * p.S + i_first + o_m
+    if CALL.has_d_lse:
+        b_mean -= load_d_lse(p, o_row, i_first + o_m, m_i, CALL)
+    tl.store(p.mean + o_row, b_mean, mask=m_i)
+    if CALL.folded:
+        b_top = tl.load(p.top + o_row, mask=m_i, other=0.0)
+        b_terms = terms(b_top / (CALL.scale * LOG2E) if CALL.linear else b_top, b_mean, p.terms.dtype.element_ty)
+        tl.store(p.terms + o_row[:, None] * TERMS + tl.arange(0, TERMS)[None, :], b_terms, mask=m_i[:, None])
+
+
+@triton.jit
+def query_gradient(p, CALL: tl.constexpr):
+    """The gradient of one block of queries of one head.
+
+    With sinks also the means of its rows once more: the output was rounded, and what sinks get is a sum over all rows
+    in which little else is left.
+    """
+    H: tl.constexpr = CALL.heads
+    HKV: tl.constexpr = CALL.kv_heads
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    BD: tl.constexpr = CALL.key_block
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    BN: tl.constexpr = CALL.columns
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = block_of(i_program, H, CALL.right)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
+    if i_first >= n_q:
+        return
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_dv = tl.arange(0, BDV)
+    m_i = i_first + o_m < n_q
+    o_token = q_at + i_first + o_m
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, lowest, highest, BN, CALL.left, CALL.right)
+
+    q_row = i_b.to(tl.int64) * p.S + q_at + i_first
+    k_row = i_b.to(tl.int64) * p.L + k_at
+    p_k = p.key + i_h // (H // HKV) * D
+    p_v = p.value + i_h // (H // HKV) * DV
+    b_q = load_rows(p.query + i_h * D, q_row, o_m, m_i, o_d, H * D, D, BD != D, False)
+    b_do = load_rows(p.d_output + i_h * DV, q_row, o_m, m_i, o_dv, H * DV, DV, BDV != DV, False).to(b_q.dtype)
+    o_row = (i_b * H + i_h).to(tl.int64) * p.S + o_token
+    b_top, b_total = load_stats(p, o_row, m_i, CALL.bias > 0)
+    b_mean = tl.load(p.mean + o_row, mask=m_i, other=0.0)
+    o_mask, o_bias, o_draw = rows_of_pairs(i_b, i_h, o_token, p, CALL)
+
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_flow = tl.zeros([BM], tl.float32)
+    o_i = i_first + o_m
+    for STAGE in tl.static_range(3):
+        if walked(STAGE, CALL.left, CALL.joined):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
+            for i_k in range(i_from, i_to, BN):
+                WHOLE: tl.constexpr = STAGE == ALL
+                o_j = i_k + o_n
+                m_j = (o_j >= low) & (o_j < high)
+                b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, HKV * D, D, BD != D, WHOLE)
+                b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, WHOLE)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
+                b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=CALL.precision)
+                m_there = m_i[:, None] & m_j[None, :]
+                b_bias = 0.0
+                if CALL.bias:
+                    b_bias = load_bias(p, o_bias[:, None], k_at + o_j[None, :], CALL)
+                if CALL.least:
+                    m_kept = kept(p, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], CALL)
+                    b_dp = tl.where(m_kept, b_dp * CALL.share, 0.0)
+                b_p, b_slope = weights(b_s, b_bias, b_top[:, None], b_total[:, None], CALL)
+                b_ds = (b_dp - b_mean[:, None]) * b_slope
+                # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
+                if CALL.mask:
+                    m_pair = load_mask(p, o_mask[:, None], k_at + o_j[None, :], CALL)
+                    b_p = tl.where(m_pair, b_p, 0.0)
+                    b_ds = tl.where(m_pair, b_ds, 0.0)
+                if not WHOLE:
+                    if not CALL.joined or at_edge(i_k, all_start, all_stop):
+                        m_seen = m_there & sees(o_i[:, None], o_j[None, :], lowest, highest, CALL)
+                        b_p = tl.where(m_seen, b_p, 0.0)
+                        b_ds = tl.where(m_seen, b_ds, 0.0)
+                if CALL.sinks:
+                    b_flow += tl.sum(tl.where(b_p == 0, 0.0, b_p * b_dp), 1)
+                b_dq = tl.dot((b_p * b_ds).to(b_k.dtype), b_k, b_dq, input_precision=CALL.precision)
+    if CALL.sinks:
+        if CALL.has_d_lse:
+            b_flow -= load_d_lse(p, o_row, o_token, m_i, CALL)
+        tl.store(p.flow + o_row, b_flow, mask=m_i)
+    p_tile = p.d_query + (q_row * H + i_h) * D + o_m[:, None] * (H * D) + o_d[None, :]
+    tl.store(p_tile, (b_dq * CALL.scale).to(p.d_query.dtype.element_ty), mask=m_i[:, None] & (o_d[None, :] < D))
+
+
+@triton.jit
+def key_gradients(p, CALL: tl.constexpr):
+    """The gradients of one block of keys and values, or either, from one part of the heads that share them.
+
+    Tiles of pairs are [keys, queries] here.
+    """
+    H: tl.constexpr = CALL.heads
+    HKV: tl.constexpr = CALL.kv_heads
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    BD: tl.constexpr = CALL.key_block
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    BN: tl.constexpr = CALL.columns
+    PARTS: tl.constexpr = CALL.parts
+    FOLDED: tl.constexpr = CALL.folded
+    G: tl.constexpr = H // HKV // PARTS
+    i_program = tl.program_id(0)
+    i_part = i_program % PARTS
+    i_kv = i_program // PARTS % HKV
+    i_block = block_of(i_program, PARTS * HKV, False)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BN, True, CALL)
+    if i_first >= n_k:
+        return
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_dv = tl.arange(0, BDV)
+    o_j = i_first + o_n
+    m_j = o_j < n_k
+    i_last = tl.minimum(i_first + BN, n_k) - 1
+    # the queries that see a key are found as the keys that a query sees, the other way around
+    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_q, -highest, -lowest, BM, CALL.right, CALL.left)
+    q_row = i_b.to(tl.int64) * p.S + q_at
+    k_row = i_b.to(tl.int64) * p.L + k_at + i_first
+    b_k = load_rows(p.key + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
+    b_v = load_rows(p.value + i_kv * DV, k_row, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, False)
+    o_c = tl.arange(0, TERMS)
+    b_shifts = (tl.where(o_c < 3, -1.0, 0.0)[None, :] + tl.zeros([BN, 1], tl.float32)).to(b_k.dtype)
+    b_means = (tl.where((o_c >= 3) & (o_c < 6), -1.0, 0.0)[None, :] + tl.zeros([BN, 1], tl.float32)).to(b_k.dtype)
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BDV], tl.float32)
+    for i_g in range(G):
+        i_h = (i_kv * PARTS + i_part) * G + i_g
+        stats = (i_b * H + i_h).to(tl.int64) * p.S + q_at
+        for STAGE in tl.static_range(3):
+            if walked(STAGE, CALL.right, CALL.joined):
+                i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
+                for i_q in range(i_from, i_to, BM):
+                    WHOLE: tl.constexpr = STAGE == ALL
+                    o_i = i_q + o_m
+                    m_i = (o_i >= low) & (o_i < high)
+                    b_q = load_rows(p.query + i_h * D, q_row + i_q, o_m, m_i, o_d, H * D, D, BD != D, WHOLE)
+                    b_do = load_rows(p.d_output + i_h * DV, q_row + i_q, o_m, m_i, o_dv, H * DV, DV, BDV != DV, WHOLE)
+                    b_do = b_do.to(b_v.dtype)
+                    if FOLDED:
+                        b_terms = tl.trans(load_rows(p.terms, stats + i_q, o_m, m_i, o_c, TERMS, TERMS, False, WHOLE))
+                        b_mean = 0.0
+                    else:
+                        b_mean = tl.load(p.mean + stats + o_i, mask=m_i, other=0.0)[None, :]
+                    if FOLDED and CALL.linear:
+                        b_s = tl.dot(b_k, tl.trans(b_q), tl.dot(b_shifts, b_terms))
+                        b_top = 0.0
+                        b_total = 0.0
+                    else:
+                        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=CALL.precision)
+                        if FOLDED and not CALL.bias:
+                            b_top = -tl.dot(b_shifts, b_terms)
+                            b_total = 0.0
+                        else:
+                            b_top, b_total = load_stats(p, stats + o_i, m_i, CALL.bias > 0)
+                            b_top = b_top[None, :]
+                            b_total = b_total[None, :]
+                    if FOLDED:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), tl.dot(b_means, b_terms))
+                    else:
+                        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=CALL.precision)
+                    m_there = m_j[:, None] & m_i[None, :]
+                    b_bias = 0.0
+                    if CALL.bias:
+                        o_bias = pair_rows(i_b, i_h, q_at + o_i, p, CALL.bias_heads, CALL.bias, CALL)
+                        b_bias = load_bias(p, o_bias[None, :], k_at + o_j[:, None], CALL)
+                    if CALL.least:
+                        o_draw = (stats + o_i).to(tl.uint32)[None, :]
+                        m_kept = kept(p, o_draw, (k_at + o_j).to(tl.uint32)[:, None], CALL)
+                        b_dp = tl.where(m_kept, b_dp * CALL.share, 0.0)
+                    b_p, b_slope = weights(b_s, b_bias, b_top, b_total, CALL)
+                    b_ds = (b_dp - b_mean) * b_slope
+                    # selecting, not the weights' 0, keeps a NaN from pairs that may not attend
+                    if CALL.mask:
+                        o_mask = pair_rows(i_b, i_h, q_at + o_i, p, CALL.mask_heads, CALL.mask, CALL)
+                        m_pair = load_mask(p, o_mask[None, :], k_at + o_j[:, None], CALL)
+                        b_p = tl.where(m_pair, b_p, 0.0)
+                        b_ds = tl.where(m_pair, b_ds, 0.0)
+                    if not WHOLE:
+                        if not CALL.joined or at_edge(i_q, all_start, all_stop):
+                            m_seen = m_there & sees(o_i[None, :], o_j[:, None], lowest, highest, CALL)
+                            b_p = tl.where(m_seen, b_p, 0.0)
+                            b_ds = tl.where(m_seen, b_ds, 0.0)
+                    b_kept = b_p
+                    if CALL.least:
+                        b_kept = tl.where(m_kept, b_p * CALL.share, 0.0)
+                    if CALL.of_value:
+                        b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=CALL.precision)
+                    if CALL.of_key:
+                        b_dk = tl.dot((b_p * b_ds).to(b_q.dtype), b_q, b_dk, input_precision=CALL.precision)
+    k_row = (i_part.to(tl.int64) * p.B * p.L + k_row) * HKV + i_kv
+    if CALL.of_key:
+        p_tile = p.d_key + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]
+        tl.store(p_tile, (b_dk * CALL.scale).to(p.d_key.dtype.element_ty), mask=m_j[:, None] & (o_d[None, :] < D))
+    if CALL.of_value:
+        p_tile = p.d_value + k_row * DV + o_n[:, None] * (HKV * DV) + o_dv[None, :]
+        tl.store(p_tile, b_dv.to(p.d_value.dtype.element_ty), mask=m_j[:, None] & (o_dv[None, :] < DV))

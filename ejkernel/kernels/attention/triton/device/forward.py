@@ -1,0 +1,151 @@
+"""Device code of the forward pass: one block of queries walks the keys in its sight, with the online softmax."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.attention.triton.device.tiles import (
+    ALL,
+    LOG2E,
+    at_edge,
+    bend,
+    block_of,
+    in_sight,
+    kept,
+    load_bias,
+    load_mask,
+    load_rows,
+    locate,
+    rows_of_pairs,
+    sees,
+    stretch,
+    walked,
+)
+
+
+@triton.jit
+def absorb(
+    sums, b_q, p_k, p_v, i_from, i_to, o_i, pairs, k_row, k_at, edges, p,
+    WHOLE: tl.constexpr, JOINED: tl.constexpr, GUARDED: tl.constexpr, CALL: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum of weights and sum of weighted values, with keys `i_from … i_to` added.
+
+    `o_i` are the positions of the rows' queries, `pairs` their `rows_of_pairs`, and `edges` what is in sight of any, of
+    each, and of all of the rows. With WHOLE every row sees every one of these keys, with JOINED those that are in sight
+    of all, as far as position goes. GUARDED, values that a mask hides may be NaN.
+    """
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    b_top, b_total, b_sum = sums
+    o_mask, o_bias, o_draw = pairs
+    low, high, lowest, highest, all_start, all_stop = edges
+    FACTOR: tl.constexpr = CALL.scale * LOG2E if CALL.linear else 1.0
+    o_n = tl.arange(0, CALL.columns)
+    o_d = tl.arange(0, CALL.key_block)
+    o_dv = tl.arange(0, CALL.value_block)
+    for i_k in range(i_from, i_to, CALL.columns):
+        o_j = i_k + o_n
+        m_j = (o_j >= low) & (o_j < high)
+        b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, CALL.kv_heads * D, D, CALL.key_block != D, WHOLE)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
+        b_s, _ = bend(b_s, CALL)
+        if CALL.bias:
+            b_s += load_bias(p, o_bias[:, None], k_at + o_j[None, :], CALL)
+        if CALL.mask:
+            m_pair = load_mask(p, o_mask[:, None], k_at + o_j[None, :], CALL)
+            b_s = tl.where(m_pair, b_s, float("-inf"))
+        if not WHOLE:
+            if not JOINED or at_edge(i_k, all_start, all_stop):
+                m_seen = m_j[None, :] & sees(o_i[:, None], o_j[None, :], lowest, highest, CALL)
+                b_s = tl.where(m_seen, b_s, float("-inf"))
+        b_new = tl.maximum(b_top, tl.max(b_s, 1) * FACTOR)
+        b_base = b_new
+        if CALL.mask or CALL.bias or not WHOLE:
+            b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s * FACTOR - b_base[:, None])
+        b_shrink = tl.exp2(b_top - b_base)
+        b_top = b_new
+        b_total = b_total * b_shrink + tl.sum(b_p, 1)
+        if CALL.least:
+            b_p = tl.where(kept(p, o_draw[:, None], (k_at + o_j).to(tl.uint32)[None, :], CALL), b_p, 0.0)
+        b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, CALL.kv_heads * DV, DV, CALL.value_block != DV, WHOLE)
+        if CALL.mask and GUARDED:
+            # a value that none of the rows may attend to must not matter even if it is NaN, and 0 · NaN would let it
+            b_v = tl.where(tl.max(m_pair.to(tl.int32), 0)[:, None] > 0, b_v, 0.0)
+        b_sum = tl.dot(b_p.to(b_v.dtype), b_v, b_sum * b_shrink[:, None], input_precision=CALL.precision)
+    return b_top, b_total, b_sum
+
+
+@triton.jit
+def finish(b_top, b_total, b_sum, p, i_h, CALL: tl.constexpr):
+    """The output, and the log of the denominator as a sum of two, once the keys are summed up: the sinks join in.
+
+    With a bias these are the maximum and the log of what is left, of which a large maximum would leave nothing in one
+    number; else all is in the first. Where there is nothing to sum they are 0 and -inf.
+    """
+    b_dead = b_total == 0
+    if CALL.sinks:
+        o_s = tl.arange(0, CALL.sink_block)
+        p_row = p.sinks + (i_h * CALL.sink_heads // CALL.heads) * CALL.sinks + o_s
+        b_sinks = tl.load(p_row, mask=o_s < CALL.sinks, other=float("-inf")).to(tl.float32) * LOG2E
+        b_new = tl.maximum(b_top, tl.max(b_sinks, 0))
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.exp2(b_top - b_base)
+        b_total = b_total * b_shrink + tl.sum(tl.exp2(b_sinks[None, :] - b_base[:, None]), 1)
+        b_sum = b_sum * b_shrink[:, None]
+        b_top = b_new
+    b_out = tl.where(b_dead[:, None], 0.0, b_sum * (CALL.share / tl.where(b_dead, 1.0, b_total))[:, None])
+    b_empty = b_total == 0
+    b_log = tl.log2(tl.where(b_empty, 1.0, b_total))
+    if not CALL.bias:
+        b_top += b_log
+        b_log = tl.zeros_like(b_log)
+    return b_out, tl.where(b_empty, 0.0, b_top), tl.where(b_empty, float("-inf"), b_log)
+
+
+@triton.jit
+def forward(p, CALL: tl.constexpr):
+    """Output, maximum and log-sum of one block of queries of one head. The longest walks begin first."""
+    H: tl.constexpr = CALL.heads
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = block_of(i_program, H, CALL.right)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
+    if i_first >= n_q:
+        return
+    o_m = tl.arange(0, BM)
+    o_d = tl.arange(0, CALL.key_block)
+    o_dv = tl.arange(0, BDV)
+    m_i = i_first + o_m < n_q
+    o_token = q_at + i_first + o_m
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    low, high, start, all_start, all_stop = in_sight(
+        i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right
+    )
+
+    q_row = i_b.to(tl.int64) * p.S + q_at + i_first
+    k_row = i_b.to(tl.int64) * p.L + k_at
+    p_k = p.key + i_h // (H // CALL.kv_heads) * D
+    p_v = p.value + i_h // (H // CALL.kv_heads) * DV
+    b_q = load_rows(p.query + i_h * D, q_row, o_m, m_i, o_d, H * D, D, CALL.key_block != D, False)
+    o_i = i_first + o_m
+    pairs = rows_of_pairs(i_b, i_h, o_token, p, CALL)
+    edges = (low, high, lowest, highest, all_start, all_stop)
+    sums = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32))
+    for STAGE in tl.static_range(3):
+        if walked(STAGE, CALL.left, CALL.joined):
+            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
+            sums = absorb(
+                sums, b_q, p_k, p_v, i_from, i_to, o_i, pairs, k_row, k_at, edges, p,
+                STAGE == ALL, CALL.joined, False, CALL,
+            )  # fmt: skip
+    b_out, b_top, b_total = finish(*sums, p, i_h, CALL)
+    m_out = m_i[:, None] & (o_dv[None, :] < DV)
+    p_tile = p.output + (q_row * H + i_h) * DV + o_m[:, None] * (H * DV) + o_dv[None, :]
+    tl.store(p_tile, b_out.to(p.output.dtype.element_ty), mask=m_out)
+    o_row = (i_b * H + i_h).to(tl.int64) * p.S + o_token
+    tl.store(p.top + o_row, b_top, mask=m_i)
+    tl.store(p.total + o_row, b_total, mask=m_i)

@@ -1,0 +1,48 @@
+"""Lowers a call for an NVIDIA GPU by jax-triton itself, with stand-ins for JAX's own code for GPUs, and prints it.
+
+What is asked of jax-triton (parameters, sizes, aliases) is so checked where there is no GPU.
+"""
+
+import sys
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+
+def stand_in():
+    """JAX's module of Triton kernels, as far as jax-triton needs it to lower a call."""
+    module = types.ModuleType("jax._src.lib.gpu_triton")
+    module.TritonKernel = lambda *_: None
+    module.TritonKernelCall = lambda *_: types.SimpleNamespace(to_proto=lambda *_: b"")
+    for name in ("create_array_parameter", "create_scalar_parameter", "get_custom_call", "get_serialized_metadata"):
+        setattr(module, name, lambda *_: None)
+    module.get_compute_capability = lambda _: 90
+    return module
+
+
+def lowered(function, *arrays):
+    from ejkernel.kernels import _launch
+
+    with mock.patch.multiple(_launch, capability=lambda: 90, unavailable=lambda: None):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def main():
+    import jax._src.lib as lib
+
+    lib.gpu_triton = sys.modules["jax._src.lib.gpu_triton"] = stand_in()
+    import ejkernel
+
+    token = jax.ShapeDtypeStruct((2, 1, 4, 16), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((2, 4, 16, 16), jnp.float32)
+
+    def step(token, state):
+        return ejkernel.linear_attention(token, token, token, initial_state=state, platform="triton")
+
+    return lowered(step, token, state)
+
+
+if __name__ == "__main__":
+    print(main())
