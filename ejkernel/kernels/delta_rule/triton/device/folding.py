@@ -145,7 +145,6 @@ def solve_folded(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     PRECISION: tl.constexpr = CALL.precision
     WHOLE: tl.constexpr = CALL.whole
-    INVERT: tl.constexpr = CALL.invert
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_chunk = i_program.to(tl.int64)

@@ -57,7 +57,6 @@ def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
     i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
     m_read = i_row + o_r < n_read

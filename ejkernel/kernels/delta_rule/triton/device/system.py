@@ -57,7 +57,6 @@ def solve_heads(p, i_block, i_first_head, i_row, i_first, n_rows, n_read, WHOLE:
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     PRECISION: tl.constexpr = CALL.precision
-    INVERT: tl.constexpr = CALL.invert
     i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
     o_t = token_offsets(o_r, CALL.flip)
