@@ -74,7 +74,7 @@ def _forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
 
     if op.fold is None:
         return run(static, inputs)
-    return _mapped(run, op.fold, static)(inputs)
+    return foldable(run, op.fold, static)(inputs)
 
 
 @functools.partial(_forward.defjvp, symbolic_zeros=True)
@@ -309,7 +309,7 @@ def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
     return Op(forward, with_residuals, backward, reference, tangent, op.keeps_outputs)
 
 
-def _mapped(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:
+def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:
     """`run(static, inputs)` as a function of the inputs that `vmap` maps as `fold` says."""
 
     @jax.custom_batching.custom_vmap
@@ -320,7 +320,7 @@ def _mapped(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> C
     def rule(size: int, batched: list[Any], inputs: Any) -> tuple[Any, Any]:
         nothing = jax.tree.map(lambda _: False, inputs)
         if folded := fold(static, size, inputs, batched[0], nothing):
-            results = _mapped(run, fold, folded[0])(folded[1])
+            results = foldable(run, fold, folded[0])(folded[1])
             results = jax.tree.map(lambda x: _parted(x, size), results)
         else:
             results = jax.lax.map(mapped, jax.tree.map(lambda x, each: _spread(x, size, each), inputs, batched[0]))

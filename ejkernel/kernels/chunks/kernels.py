@@ -19,11 +19,11 @@ class Kernels:
     """A platform's own forward and backward pass; `plan` is whatever else they want to know that is static.
 
     Attributes:
-        forward: `forward(keep, call, plan, *arrays)` gives the output, the final states and, where `keep`, residuals.
-        backward: `backward(wanted, call, plan, arrays, residuals, d_output, d_final)` gives the cotangents of all
-            arrays but the last, which are `cu_seqlens`. `wanted` says of each array whether its cotangent is asked for;
-            `d_final` may be `None`.
-        reference: `reference(call, *arrays)` gives output and final states by XLA.
+        forward: `forward(keep, call, plan, inputs)` gives the output, the final states and, where `keep`, residuals.
+            `inputs` is a named tuple of the call's arrays.
+        backward: `backward(wanted, call, plan, inputs, residuals, d_output, d_final)` gives the cotangents, named as
+            the inputs. `wanted`, too, is named so, and says which cotangents are asked for; `d_final` may be `None`.
+        reference: `reference(call, inputs)` gives output and final states by XLA.
     """
 
     forward: Callable[..., Any]
@@ -31,38 +31,43 @@ class Kernels:
     reference: Callable[..., Results]
 
 
-def recurrence(kernels: Kernels, call: Any, plan: Any, *arrays: Any) -> Results:
+def recurrence(kernels: Kernels, call: Any, plan: Any, inputs: Any) -> Results:
     """Output and final states."""
-    return _differentiable.call(_op(kernels), (call, plan), arrays)
+    return _differentiable.call(_op(kernels), (call, plan), inputs)
 
 
 @functools.cache  # equal kernels are the same op, so that nothing is traced again
 def _op(kernels: Kernels) -> Op:
-    def forward(static: tuple[Any, Any], arrays: Any) -> Results:
-        return kernels.forward(False, *static, *arrays)[:2]
+    def forward(static: tuple[Any, Any], inputs: Any) -> Results:
+        return kernels.forward(False, *static, inputs)[:2]
 
-    def with_residuals(static: tuple[Any, Any], arrays: Any) -> tuple[Results, Any]:
-        output, final, residuals = kernels.forward(True, *static, *arrays)
+    def with_residuals(static: tuple[Any, Any], inputs: Any) -> tuple[Results, Any]:
+        output, final, residuals = kernels.forward(True, *static, inputs)
         return (output, final), residuals
 
-    def backward(static: tuple[Any, Any], arrays: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
+    def backward(static: tuple[Any, Any], inputs: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
         call, (d_output, d_final) = static[0], cotangents
         if d_output is None:
             shape = (call.batch, call.tokens, call.heads, call.value_dim)
             d_output = jnp.zeros(shape, call.dtype)
-        asked = tuple(any(jax.tree.leaves(each)) for each in wanted)
-        return (*kernels.backward(asked, *static, arrays, residuals, d_output, d_final), None)
+        return kernels.backward(wanted, *static, inputs, residuals, d_output, d_final)
 
-    def reference(static: tuple[Any, Any], arrays: Any) -> Results:
-        return kernels.reference(static[0], *arrays)
+    def reference(static: tuple[Any, Any], inputs: Any) -> Results:
+        return kernels.reference(static[0], inputs)
 
     return Op(forward, with_residuals, backward, reference, fold=_fold)
 
 
-def _fold(static: tuple[Any, Any], size: int, arrays: Any, mapped: Any, wanted: Any) -> Any:
+def foldable(function: Callable[..., Any], call: Any, plan: Any) -> Callable[..., Any]:
+    """`function(call, plan, *arrays)` of the arrays alone, which `vmap` maps as it maps the op; for parts of it."""
+    run = _differentiable.foldable(lambda static, arrays: function(*static, *arrays), _fold, (call, plan))
+    return lambda *arrays: run(arrays)
+
+
+def _fold(static: tuple[Any, Any], size: int, inputs: Any, mapped: Any, wanted: Any) -> Any:
     """Rows join the batch; packed streams run one by one."""
     call, plan = static
     if call.packed:
         return None
     larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
-    return (larger, plan), fold_rows(arrays, size, mapped)
+    return (larger, plan), fold_rows(inputs, size, mapped)

@@ -38,15 +38,16 @@ def forward(
 
 def backward(
     recurrence: Recurrence,
+    wanted: Inputs,
     call: Call,
     sizes: Sizes,
     inputs: Inputs,
     block_states: jax.Array,
     d_output: jax.Array,
     d_final: jax.Array | None,
-    gate: bool,
 ) -> Inputs:
-    """Cotangents of the inputs; that of the log decay is `None` unless `gate`."""
+    """Cotangents of the inputs; that of the linear recurrence's log decay is `None` unless it is wanted."""
+    gate = bool(wanted.log_decay) or inputs.beta is not None
 
     def differentiated(inputs: Inputs) -> Inputs:
         return inputs._replace(cu_seqlens=None, log_decay=inputs.log_decay if gate else None)

@@ -1,16 +1,17 @@
 """The delta rule on TPUs, as Pallas kernels."""
 
+import functools
 import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.chunks.kernels import Kernels, recurrence
 from ejkernel.kernels.chunks.pallas import passes, plan
 from ejkernel.kernels.chunks.pallas.kernel_call import Inputs, Recurrence
 from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.call import Call
-from ejkernel.kernels.delta_rule.differentiation import Kernels, recurrence
 
 CHUNKS = 2  # a block, at most
 _LARGEST_GATED = 128  # key dims that have gates: more do not fit the smallest VMEM
@@ -37,7 +38,7 @@ def run(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     # a query or key that was normalized or scaled comes in float32; it may be rounded as the values are
     half = call.dtype == inputs.value.dtype == jnp.bfloat16
     inner, inputs = plan.cast_inputs(call, inputs, half)
-    output, final = recurrence(_KERNELS, inner, sizes(inner, inputs.query, inputs.key, inputs.value), *inputs)
+    output, final = recurrence(_KERNELS, inner, sizes(inner, inputs.query, inputs.key, inputs.value), inputs)
     return output.astype(call.dtype), final
 
 
@@ -53,14 +54,6 @@ def _program() -> Any:
 _DELTA_RULE = Recurrence("delta", _program, lambda call, inputs: xla.run(call, *inputs))
 
 
-def _forward(keep: bool, call: Call, sizes: plan.Sizes, *arrays: Any) -> tuple[Any, ...]:
-    return passes.forward(_DELTA_RULE, keep, call, sizes, Inputs(*arrays))
-
-
-def _backward(
-    call: Call, sizes: plan.Sizes, arrays: Any, block_states: Any, d_output: Any, d_final: Any
-) -> tuple[Any, ...]:
-    return passes.backward(_DELTA_RULE, call, sizes, Inputs(*arrays), block_states, d_output, d_final, gate=True)[:6]
-
-
-_KERNELS = Kernels(_forward, _backward)
+_KERNELS = Kernels(
+    functools.partial(passes.forward, _DELTA_RULE), functools.partial(passes.backward, _DELTA_RULE), _DELTA_RULE.xla
+)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.chunks.kernels import Kernels, recurrence
 from ejkernel.kernels.chunks.triton.launching import at_most_float32
+from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.call import Call
-from ejkernel.kernels.delta_rule.differentiation import Kernels, recurrence
 from ejkernel.kernels.delta_rule.triton import passes
 from ejkernel.kernels.delta_rule.triton.launcher import Plan
 
-_KERNELS = Kernels(passes.forward, passes.backward)
+_KERNELS = Kernels(passes.forward, passes.backward, lambda call, inputs: xla.run(call, *inputs))
 _LARGEST_KEY_DIM = 256
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
@@ -40,5 +41,5 @@ def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     rest = [at_most_float32(each) for each in (beta, log_decay, state)]
     operands = _varying.align((*tokens, *rest, cu_seqlens))
     inner = replace(call, dtype=dtype)
-    output, last = recurrence(_KERNELS, inner, Plan.of(inner), *operands)
+    output, last = recurrence(_KERNELS, inner, Plan.of(inner), passes.Inputs(*operands))
     return output.astype(call.dtype), last

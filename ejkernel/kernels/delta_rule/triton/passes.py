@@ -38,9 +38,8 @@ class Kept(NamedTuple):
     transitions: jax.Array | None  # what time segments make of states, by the key dims of these [segments, H, K, K]
 
 
-def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Kept | None]:
+def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, Kept | None]:
     """Output, final states and, if to be kept, what the backward needs (nothing after the token-by-token kernel)."""
-    x = Inputs(*arrays)
     launcher = Launcher.of(call, plan, x.query, x.key, x.value, x.cu_seqlens)
     if has_few_tokens(call):
         return (*_step(launcher, x), None)
@@ -141,14 +140,20 @@ def _scan_segments(
 
 
 def backward(
-    call: Call, plan: Plan, arrays: Any, kept: Kept | None, d_output: jax.Array, d_final: jax.Array | None
-) -> tuple[Any, ...]:
-    """Cotangents of query, key, value, beta, log decay and initial state."""
-    x = Inputs(*arrays)
-    launcher = Launcher.of(call, plan, x.query, x.key, x.value, x.cu_seqlens)
+    wanted: Inputs,
+    call: Call,
+    plan: Plan,
+    x: Inputs,
+    kept: Kept | None,
+    d_output: jax.Array,
+    d_final: jax.Array | None,
+) -> Inputs:
+    """Cotangents of the inputs, all of them, whichever are wanted."""
+    cu_seqlens = x.cu_seqlens
+    launcher = Launcher.of(call, plan, x.query, x.key, x.value, cu_seqlens)
     start, pull = _entering(call, x.cu_seqlens, x.log_decay, x.initial_state), None
     if x.initial_state is not None:
-        start, pull = jax.vjp(lambda *x: _entering(call, arrays[6], *x), x.log_decay, x.initial_state)
+        start, pull = jax.vjp(lambda *x: _entering(call, cu_seqlens, *x), x.log_decay, x.initial_state)
     if kept is None:
         kept = _walk(launcher, True, x, start)[2]
         assert kept is not None
@@ -215,7 +220,8 @@ def backward(
     if pull is not None:
         of_first, d_state = pull(d_start)
         d_log_decay = None if d_log_decay is None else d_log_decay + of_first
-    return d_query, d_key, d_value, found.d_beta.sum(-1).astype(x.beta.dtype), d_log_decay, d_state
+    d_beta = found.d_beta.sum(-1).astype(x.beta.dtype)
+    return Inputs(d_query, d_key, d_value, d_beta, d_log_decay, d_state, None)
 
 
 def _gradients(launcher: Launcher, given: dict[str, Any]) -> Any:

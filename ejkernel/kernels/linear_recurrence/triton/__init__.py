@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _launch, _varying
+from ejkernel.kernels.chunks.kernels import Kernels, recurrence
 from ejkernel.kernels.chunks.triton.launching import at_most_float32
+from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
-from ejkernel.kernels.linear_recurrence.differentiation import Kernels, recurrence
 from ejkernel.kernels.linear_recurrence.triton import both_gates, passes, value_gates
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
@@ -51,13 +53,10 @@ def run(
         value_log_decay = _of_value_dims(call, log_decay, value_log_decay, cu_seqlens)
         log_decay, decay = None, "none"
     others = log_decay, value_log_decay, initial_state, cu_seqlens
-    inner, (*tokens, by_key, by_value, state, borders) = cast_inputs(
-        replace(call, decay=decay), query, key, value, *others
-    )
-    folded = by_key if by_value is None else by_value if by_key is None else (by_key, by_value)
+    inner, arrays = cast_inputs(replace(call, decay=decay), query, key, value, *others)
     kernels, plan = _kernels(inner)
-    output, last = recurrence(kernels, inner, plan, *tokens, folded, state, borders)
-    return output.astype(call.dtype), last
+    output, final = recurrence(kernels, inner, plan, Inputs(*arrays))
+    return output.astype(call.dtype), final
 
 
 def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
@@ -67,12 +66,20 @@ def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, 
     return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
 
 
-def _kernels(call: Call) -> tuple[Any, Plan]:
+def _by_xla(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    return xla.run(call, *inputs)
+
+
+_KEY_GATES, _VALUE_GATES, _BOTH_GATES = (
+    Kernels(module.forward, module.backward, _by_xla) for module in (passes, value_gates, both_gates)
+)
+
+
+def _kernels(call: Call) -> tuple[Kernels, Plan]:
     """What runs the call, by which dims decay."""
     if call.value_decay and call.decay != "key":
-        return Kernels(value_gates.forward, value_gates.backward), Plan.of(value_gates.swap(call))
-    module = both_gates if call.value_decay else passes
-    return Kernels(module.forward, module.backward), Plan.of(call)
+        return _VALUE_GATES, Plan.of(value_gates.swap(call))
+    return _BOTH_GATES if call.value_decay else _KEY_GATES, Plan.of(call)
 
 
 def _of_value_dims(

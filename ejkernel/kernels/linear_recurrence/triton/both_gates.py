@@ -50,10 +50,9 @@ def _fold(launcher: Launcher, swapped: Launcher, x: Inputs, d_output: jax.Array)
     return Folded(q, k, do, v, keys, values)
 
 
-def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, None]:
-    """Output and final states, as `passes.forward`; arrays as in `backward`."""
+def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, None]:
+    """Output and final states, as `passes.forward`."""
     del keep  # nothing can be used again
-    x = Inputs.of(call, arrays)
     launcher, swapped = (Launcher.of(each, plan, x.cu_seqlens) for each in (call, swap(call)))
     if has_few_tokens(call):
         return (*passes.step(launcher, x), None)
@@ -70,29 +69,24 @@ def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array
 
 
 def backward(
-    wanted: bool, call: Call, plan: Plan, arrays: Any, kept: None, d_output: jax.Array, d_final: jax.Array | None
-) -> tuple[Any, ...]:
-    """Cotangents of query, key, value, log decays of key and value dims, and initial state."""
-    del wanted, kept
-    x = Inputs.of(call, arrays)
+    wanted: Inputs, call: Call, plan: Plan, x: Inputs, residuals: None, d_output: jax.Array, d_final: jax.Array | None
+) -> Inputs:
+    """Cotangents of the inputs."""
+    del wanted, residuals
     launcher, swapped = (Launcher.of(each, plan, x.cu_seqlens) for each in (call, swap(call)))
     folded = _fold(launcher, swapped, x, d_output)
 
-    def by_kernels() -> tuple[Any, ...]:
+    def by_kernels() -> Inputs:
         return _gradients(launcher, swapped, x, folded, d_final)
 
-    def by_xla() -> tuple[Any, ...]:
+    def by_xla() -> Inputs:
         (_, final), pull = jax.vjp(lambda *inputs: xla.run(call, *inputs, x.cu_seqlens), *x[:-1])
-        found = pull((d_output, jax.numpy.zeros_like(final) if d_final is None else d_final))
-        d_query, d_key, d_value, d_gate, d_value_gate, d_start = found
-        return d_query, d_key, d_value, (d_gate, d_value_gate), d_start
+        return Inputs(*pull((d_output, jax.numpy.zeros_like(final) if d_final is None else d_final)))
 
     return lax.cond(folded.is_strong, by_xla, by_kernels)
 
 
-def _gradients(
-    launcher: Launcher, swapped: Launcher, x: Inputs, folded: Folded, d_final: jax.Array | None
-) -> tuple[Any, ...]:
+def _gradients(launcher: Launcher, swapped: Launcher, x: Inputs, folded: Folded, d_final: jax.Array | None) -> Inputs:
     q, k, do, v, keys, values = folded
     call, plan = launcher.call, launcher.plan
     first = starts(launcher, k, v, keys, x.initial_state, other=values)
@@ -116,4 +110,5 @@ def _gradients(
     _, d_value, d_value_gate = unfold_all(swapped, x.value_log_decay, values, hats, hat, hat)
     of_tokens = (x.query, d_query), (x.key, d_key), (x.value, d_value)
     d_start = None if x.initial_state is None else of_value.final.astype(x.initial_state.dtype)
-    return *(passes.sum_shared(call, each, d_each) for each, d_each in of_tokens), (d_gate, d_value_gate), d_start
+    d_query, d_key, d_value = (passes.sum_shared(call, each, d_each) for each, d_each in of_tokens)
+    return Inputs(d_query, d_key, d_value, d_gate, d_value_gate, d_start)

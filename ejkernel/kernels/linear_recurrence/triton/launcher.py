@@ -35,15 +35,6 @@ class Inputs(NamedTuple):
     initial_state: jax.Array | None
     cu_seqlens: jax.Array | None = None
 
-    @staticmethod
-    def of(call: Call, arrays: Any) -> "Inputs":
-        """From query, key, value, the log decays (a `(key, value)` pair when both decay), initial state and borders."""
-        query, key, value, decays, initial_state, cu_seqlens = arrays
-        if not isinstance(decays, tuple):
-            decays = (None, decays) if call.value_decay else (decays, None)
-        log_decay, value_log_decay = decays
-        return Inputs(query, key, value, log_decay, value_log_decay, initial_state, cu_seqlens)
-
 
 @dataclass(frozen=True)
 class Walk:

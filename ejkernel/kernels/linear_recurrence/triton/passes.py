@@ -32,9 +32,8 @@ class Prepared(NamedTuple):
     first: jax.Array | None = None  # the states that time segments start from
 
 
-def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, Prepared | None]:
+def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, Prepared | None]:
     """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
-    x = Inputs.of(call, arrays)
     launcher = Launcher.of(call, plan, x.cu_seqlens)
     if has_few_tokens(call):
         return (*step(launcher, x), None)
@@ -81,29 +80,28 @@ def begin_back(
 
 
 def backward(
-    wanted: bool,
+    wanted: Inputs,
     call: Call,
     plan: Plan,
-    arrays: Any,
+    x: Inputs,
     prepared: Prepared | None,
     d_output: jax.Array,
     d_final: jax.Array | None,
     own: Segments | None = None,
-) -> tuple[Any, ...]:
-    """Cotangents of query, key, value, log decay (zeros unless `wanted`) and initial state.
+) -> Inputs:
+    """Cotangents of the inputs; gates' gradients cost about a quarter, and are zeros unless wanted.
 
     `own` is what `begin_back` has found, if it was asked before.
     """
-    x = Inputs.of(call, arrays)
     launcher = Launcher.of(call, plan, x.cu_seqlens)
     q_hat, k_hat, gates, first = prepared or _prepare(launcher, x)
     config, scale = plan.config, 1.0 / call.scale
     is_key = call.decay == "key"
-    wanted = wanted or is_key
-    tile = config.head_gate_gradient or config.gradient if wanted and not is_key else config.gradient
+    of_gates = bool(wanted.log_decay) or is_key
+    tile = config.head_gate_gradient or config.gradient if of_gates and not is_key else config.gradient
     ends = starts(launcher, q_hat, d_output, gates, d_final, reverse=True, scale=scale, own=own)
     start_scale = 1.0 if plan.segmented(call) else scale
-    across = wanted and across_heads.applies(launcher, x.query, x.key)
+    across = of_gates and across_heads.applies(launcher, x.query, x.key)
     by_query, by_key, by_value = (_dtype_of_gradient(call, each) for each in (x.query, x.key, x.value))
     of_value = walk(
         *(launcher, "dvalue", k_hat, q_hat, d_output, gates, ends),
@@ -119,7 +117,7 @@ def backward(
             launcher, x, gates, first, d_output, d_final, of_value.border
         )
     else:
-        if wanted and call.decay == "constant" and gates.flag is None and launcher.by_token:
+        if of_gates and call.decay == "constant" and gates.flag is None and launcher.by_token:
             # the kernel whose rows are tokens knows gates of each token alone
             assert x.log_decay is not None
             gates = fold_head_gates(launcher, x.log_decay)
@@ -128,15 +126,15 @@ def backward(
             tile=tile,
             dtype=F32 if is_key else by_key,
             start_scale=start_scale,
-            gate_gradient=x.key if wanted else None,
+            gate_gradient=x.key if of_gates else None,
             in_parts=is_key,
         )
         of_query = walk(
             *(launcher, "dquery", d_output, x.value, k_hat, gates, first),
             tile=config.key_gate_query_gradient or tile if is_key else tile,
             dtype=F32 if is_key else by_query,
-            gate_gradient=x.query if wanted else None,
-            meets=of_key.border if wanted else None,
+            gate_gradient=x.query if of_gates else None,
+            meets=of_key.border if of_gates else None,
             in_parts=is_key,
         )
         d_query, d_key, met = of_query.output, of_key.output, of_query.border
@@ -145,7 +143,7 @@ def backward(
     if is_key:
         hats = Hats(q_hat, k_hat, d_query, d_key, met)
         d_query, d_key, d_gate = unfold_key_gates(launcher, x, gates, d_output, hats, (by_query, by_key))
-    elif wanted:
+    elif of_gates:
         assert x.log_decay is not None
         start = None if x.initial_state is None else _met(x.initial_state.astype(F32), of_value.final)
         d_gate = head_gate_gradient(launcher, x.log_decay, *dots, met, start)
@@ -156,7 +154,8 @@ def backward(
         d_gate = jnp.zeros_like(x.log_decay)
     of_tokens = (x.query, d_query), (x.key, d_key), (x.value, of_value.output)
     d_start = None if x.initial_state is None else of_value.final.astype(x.initial_state.dtype)
-    return *(sum_shared(call, each, d_each) for each, d_each in of_tokens), d_gate, d_start
+    d_query, d_key, d_value = (sum_shared(call, each, d_each) for each, d_each in of_tokens)
+    return Inputs(d_query, d_key, d_value, d_gate, None, d_start)
 
 
 def _met(state: jax.Array, d_state: jax.Array) -> jax.Array:

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._phases import Phases
-from ejkernel.kernels.chunks.folding import foldable
+from ejkernel.kernels.chunks.kernels import foldable
 from ejkernel.kernels.linear_recurrence import triton
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
 from ejkernel.kernels.linear_recurrence.triton import passes
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # of gates of value dims, whose kernels run a call as a whole
@@ -69,8 +70,11 @@ def finish_back(
     if call.value_decay:
         return _OTHERS.finish_back(call, inputs, cu_seqlens, start, kept, own, cotangents)
     inner, (*arrays, borders, start, d_output, d_end) = _cast_inputs(call, inputs, cu_seqlens, start, *cotangents)
-    run = foldable(partial(passes.backward, inputs[3] is not None), inner, Plan.of(inner))
-    found = run((*arrays, start, borders), kept, d_output.astype(inner.dtype), d_end, own)
+    query, key, value, log_decay = arrays
+    operands = Inputs(query, key, value, log_decay, None, start, borders)
+    wanted = Inputs(*(each is not None for each in operands))  # type: ignore[arg-type]
+    run = foldable(partial(passes.backward, wanted), inner, Plan.of(inner))
+    found = run(operands, kept, d_output.astype(inner.dtype), d_end, own)
     return *(d if d is None else d.astype(x.dtype) for d, x in zip(found[:4], inputs[:4], strict=True)), None
 
 

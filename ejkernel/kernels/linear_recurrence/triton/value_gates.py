@@ -6,7 +6,6 @@ that serves key gates serves value gates, exact path included.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,9 @@ def _transposed(state: jax.Array | None) -> jax.Array | None:
     return None if state is None else jnp.swapaxes(state, -1, -2)
 
 
-def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array, jax.Array, None]:
-    """Output and final states, as `passes.forward`; arrays as in `backward`."""
+def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, None]:
+    """Output and final states, as `passes.forward`."""
     del keep  # nothing can be used again
-    x = Inputs.of(call, arrays)
     if has_few_tokens(call):
         return (*passes.step(Launcher.of(call, plan, x.cu_seqlens), x), None)
     launcher, state = Launcher.of(swap(call), plan, x.cu_seqlens), _transposed(x.initial_state)
@@ -47,13 +45,13 @@ def forward(keep: bool, call: Call, plan: Plan, *arrays: Any) -> tuple[jax.Array
 
 
 def backward(
-    wanted: bool, call: Call, plan: Plan, arrays: Any, kept: None, d_output: jax.Array, d_final: jax.Array | None
-) -> tuple[Any, ...]:
-    """Cotangents of query, key, value, log decay of the value dims and initial state."""
-    del wanted, kept
-    x, other = Inputs.of(call, arrays), swap(call)
-    given = d_output, x.value, x.key, x.value_log_decay, _transposed(x.initial_state), x.cu_seqlens
-    d_query, _, found = passes.forward(True, other, plan, *given)
-    swapped = passes.backward(True, other, plan, given, found, x.query, _transposed(d_final))
-    _, d_value, d_key, d_gate, d_state = swapped
-    return passes.sum_shared(call, x.query, d_query), d_key, d_value, d_gate, _transposed(d_state)
+    wanted: Inputs, call: Call, plan: Plan, x: Inputs, residuals: None, d_output: jax.Array, d_final: jax.Array | None
+) -> Inputs:
+    """Cotangents of the inputs, whose value dims decay."""
+    del residuals
+    other, state = swap(call), _transposed(x.initial_state)
+    swapped = Inputs(d_output, x.value, x.key, x.value_log_decay, None, state, x.cu_seqlens)
+    d_query, _, prepared = passes.forward(True, other, plan, swapped)
+    d = passes.backward(wanted, other, plan, swapped, prepared, x.query, _transposed(d_final))
+    d_query = passes.sum_shared(call, x.query, d_query)
+    return Inputs(d_query, d.value, d.key, None, d.log_decay, _transposed(d.initial_state))
