@@ -29,7 +29,7 @@ NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard
 
 @dataclass(frozen=True)
 class Later:
-    """What a module calls `name`, imported when it is first called or asked for an attribute.
+    """What a module below `ejkernel.kernels` calls `name`, imported when it is first called or asked for an attribute.
 
     `import ejkernel` is to import no kernels: most programs run those of one device.
     """
@@ -46,7 +46,7 @@ class Later:
         return getattr(self._load(), name)
 
     def _load(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.name)
+        return getattr(importlib.import_module(f"ejkernel.kernels.{self.module}"), self.name)
 
 
 @dataclass(frozen=True)

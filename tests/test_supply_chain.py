@@ -42,6 +42,9 @@ def imported(tree, tables=()):
             yield node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
             (name,) = node.args
+            if isinstance(name, ast.JoinedStr):  # of a module of our own, whatever follows
+                name = name.values[0]
+                assert isinstance(name, ast.Constant) and name.value.startswith("ejkernel.")
             known = isinstance(name, ast.Constant)
             assert known or tables, f"line {node.lineno}: imports what is not known before it runs"
             yield from [name.value] if known else []

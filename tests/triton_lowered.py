@@ -5,6 +5,7 @@ What is asked of jax-triton (parameters, sizes, aliases) is so checked where the
 
 import sys
 import types
+import warnings
 from unittest import mock
 
 import jax
@@ -41,8 +42,22 @@ def main():
     def step(token, state):
         return ejkernel.linear_attention(token, token, token, initial_state=state, platform="triton")
 
-    return lowered(step, token, state)
+    print(lowered(step, token, state))
+    whole = warned(step, token, state)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    sharded = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in (token, state)]
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(jax.P("x"),) * 2, out_specs=jax.P("x"))
+    print("warned:", whole, warned(mapped, *sharded), warned(step, *sharded))
+
+
+def warned(function, *arrays):
+    """Whether a warning says that kernels cannot be split."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered(function, *arrays)
+    return any("XLA cannot split Triton kernels" in str(each.message) for each in caught)
 
 
 if __name__ == "__main__":
-    print(main())
+    main()

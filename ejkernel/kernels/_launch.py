@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _varying
+from ejkernel._dispatch import _warn_once
+from ejkernel.kernels import _pallas, _varying
 
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
@@ -109,7 +110,8 @@ def launch(
         num_stages=tile.stages,
         CALL=constants,
     )
-    arguments = list(given.values())
+    first, *rest = given.values()
+    arguments = [_operand().bind(first), *rest]
     if "out_type" not in inspect.signature(module.triton_call).parameters:
         results = call(*arguments, out_shape=tuple(made.values()), input_output_aliases=aliases)
     else:
@@ -118,6 +120,30 @@ def launch(
     arrays = [each for each in arguments if isinstance(each, jax.Array)]
     results = _varying.align((*arrays, *results))[len(arrays) :]
     return named(outputs, dict(zip(made, results, strict=True)))
+
+
+@functools.cache
+def _operand() -> Any:
+    """The identity as an operation, which warns when it is lowered for devices that XLA would split a kernel over."""
+    # not at the top: `import ejkernel` must not import Pallas, which the first of these does
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    identity = Primitive("ejkernel_triton_operand")
+    identity.def_impl(lambda x: x)
+    identity.def_abstract_eval(lambda aval: aval)
+
+    def lower(ctx: Any, x: Any) -> Any:
+        if not _pallas.one_device(ctx.module_context.axis_context):
+            _warn_once(
+                "XLA cannot split Triton kernels over the devices of a mesh: arrays sharded over its Auto axes are "
+                "gathered, and every device computes the whole call. On a mesh with Explicit axes, or inside "
+                "jax.shard_map, each device computes its own part"
+            )
+        return [x]
+
+    mlir.register_lowering(identity, lower)
+    return identity
 
 
 def operands(

@@ -64,7 +64,7 @@ def _kernel() -> Any:
 
     def lower(ctx: Any, *arrays: Any, run: Run, fallback: Run, results: Any) -> Any:
         chosen = run
-        if not _one_device(ctx.module_context.axis_context):
+        if not one_device(ctx.module_context.axis_context):
             chosen = fallback
             _warn_once(f"XLA serves a call on TPUs, which is slower than a kernel: {NOT_SPLIT}")
         return mlir.lower_fun(functools.partial(_by_default, chosen), multiple_results=True)(ctx, *arrays)
@@ -87,7 +87,7 @@ def _by_default(run: Run, *arrays: jax.Array) -> Sequence[jax.Array]:
         return run(*arrays)
 
 
-def _one_device(context: Any) -> bool:
+def one_device(context: Any) -> bool:
     """Whether a program, or the function that `shard_map` maps, runs on one device, so that XLA splits nothing."""
     if hasattr(context, "num_devices"):
         return context.num_devices == 1

@@ -149,7 +149,8 @@ def test_what_jax_triton_makes_of_a_launch():
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("jax-triton is not installed (the extra cuda)")
     script = Path(__file__).parents[1] / "triton_lowered.py"
-    env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
     (call,) = [line for line in run.stdout.splitlines() if "@triton_kernel_call" in line]
@@ -157,6 +158,8 @@ def test_what_jax_triton_makes_of_a_launch():
     # query, key, value, and the state that it starts from, once
     assert len(operands) == 4
     assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 3,", call), call
+    # on one device, mapped over two, and left to XLA to split over two
+    assert run.stdout.splitlines()[-1] == "warned: False False True"
 
 
 def test_device_code_has_few_parameters():

@@ -5,7 +5,7 @@ from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.phases import phases_from_wide_states
 from ejkernel.kernels.delta_rule.xla.phases import PHASES
 
-_PALLAS, _TRITON = f"{__name__}.pallas", f"{__name__}.triton"
+_PALLAS, _TRITON = "delta_rule.pallas", "delta_rule.triton"
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
     Implementation(

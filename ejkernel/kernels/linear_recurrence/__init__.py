@@ -5,7 +5,7 @@ from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
 from ejkernel.kernels.linear_recurrence.xla import phases as xla_phases
 
-_PALLAS, _TRITON = f"{__name__}.pallas", f"{__name__}.triton"
+_PALLAS, _TRITON = "linear_recurrence.pallas", "linear_recurrence.triton"
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
     Implementation(
