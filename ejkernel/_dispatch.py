@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from ejkernel import _sharding
+from ejkernel._checks.wording import warn
 
 
 class PlatformError(ValueError, NotImplementedError):
@@ -138,7 +138,7 @@ def _default_platform() -> str:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, SlowerImplementationWarning, stacklevel=5)
+    warn(message, SlowerImplementationWarning)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -30,6 +31,9 @@ BLOCKS = [
 def test_docstrings(name):
     module = importlib.import_module(name)
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    # decorated functions too, which are told to be the module's own by what they wrap
+    decorated = {key: inspect.unwrap(x) for key, x in vars(module).items() if hasattr(x, "__wrapped__")}
+    module.__test__ = {key: x for key, x in decorated.items() if getattr(x, "__module__", "") == name}
     assert doctest.testmod(module, optionflags=flags).failed == 0
 
 
