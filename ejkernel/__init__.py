@@ -1,6 +1,9 @@
 """Attention kernels for JAX: gated linear recurrences and softmax attention, packed, exact and fast."""
 
-from ejkernel import parallel, xla_utils
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ejkernel import xla_utils
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
@@ -12,6 +15,9 @@ from ejkernel.linear_attention import (
     retention,
     simple_gla,
 )
+
+if TYPE_CHECKING:
+    from ejkernel import parallel
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,10 @@ __all__ = [
     "simple_gla",
     "xla_utils",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # imported when first used, as most programs never do
+    if name == "parallel":
+        return importlib.import_module("ejkernel.parallel")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,10 +3,9 @@
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel.kernels.chunks.call import Call
 
 AnyCall = TypeVar("AnyCall", bound=Call)
@@ -32,7 +31,7 @@ def recurrence(
         query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
     state = arrays.initial_state
     if state is not None and state.ndim == 3:
-        state = jnp.broadcast_to(state, (arrays.sequences, *state.shape))
+        state = _sharding.broadcast_rows(state, (arrays.sequences, *state.shape), arrays.query)
     call = kind(
         batch=B,
         tokens=T,

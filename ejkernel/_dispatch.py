@@ -1,6 +1,7 @@
 """Which implementation serves a call on the device it is lowered for, and why the others do not."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel import _sharding
+from ejkernel import _mesh, _sharding
 from ejkernel._checks.wording import warn
 
 
@@ -27,6 +28,28 @@ NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard
 
 
 @dataclass(frozen=True)
+class Later:
+    """What a module calls `name`, imported when it is first called or asked for an attribute.
+
+    `import ejkernel` is to import no kernels: most programs run those of one device.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self._load()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._load(), name)
+
+    def _load(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+@dataclass(frozen=True)
 class Implementation:
     """One way to compute an op.
 
@@ -36,9 +59,10 @@ class Implementation:
         supports: Takes the op's `Call`; says why this implementation cannot serve it, or `None` if it can.
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
         phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
-        slower: Says for what a later implementation is faster where that serves the call too, or `None`.
-        slowest: Says for what even the one that serves every device is faster, or `None`.
+        slower_than_next: Says for what a later implementation is faster where that serves the call too, or `None`.
+        slower_than_fallback: Says for what even the one that serves every device is faster, or `None`.
         splits: Whether XLA can split it over devices where shardings are left to it.
+        tracks_axes: Whether its results say over which axes of a mesh they vary.
     """
 
     name: str
@@ -46,9 +70,10 @@ class Implementation:
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
     phases: Any = None
-    slower: Callable[[Any], str | None] = lambda _: None
-    slowest: Callable[[Any], str | None] = lambda _: None
+    slower_than_next: Callable[[Any], str | None] = lambda _: None
+    slower_than_fallback: Callable[[Any], str | None] = lambda _: None
     splits: bool = True
+    tracks_axes: bool = True
 
     def refuses(self, call: Any, spread: bool) -> str | None:
         """Why it cannot serve the call, which may be left to XLA to spread over devices; `None` if it can."""
@@ -60,8 +85,8 @@ def choose(
 ) -> dict[str, Implementation]:
     """Maps each device platform (and `"default"`) to the implementation that will run there.
 
-    `implementations` are ordered fastest first, but for what one says it is slower at. With `platform` given, that one
-    alone is considered. `spread` says whether XLA is to split it over devices.
+    `implementations` are ordered fastest first, unless an entry's `slower_than_next` says otherwise. With `platform`
+    given, that one alone is considered. `spread` says whether XLA is to split it over devices.
     """
     if platform is not None:
         named = [each for each in implementations if each.name == platform]
@@ -77,23 +102,33 @@ def choose(
             continue
         for device in each.devices or ("default",):
             first = chosen.setdefault(device, each)
-            if first.slower(call) and not each.slower(call):
+            if first.slower_than_next(call) and not each.slower_than_next(call):
                 chosen[device] = each
     if "default" in chosen:
-        chosen = {device: each for device, each in chosen.items() if not each.slowest(call)}
+        chosen = {device: each for device, each in chosen.items() if not each.slower_than_fallback(call)}
     return chosen
 
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    return _run(resolve(implementations, call, *arrays, platform=platform), call, *arrays)
+    mapping = _mesh.mapping(call, arrays)
+    part = call if mapping is None else mapping.call
+    chosen = resolve(implementations, part, *arrays, platform=platform, mapped=mapping is not None)
+    return _run(chosen, call, mapping, *arrays)
 
 
 def resolve(
-    implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None
+    implementations: Sequence[Implementation],
+    call: Any,
+    *arrays: Any,
+    platform: str | None = None,
+    mapped: bool = False,
 ) -> tuple[tuple[str, Implementation], ...]:
-    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for."""
-    spread = _sharding.left_to_xla(*arrays) or _spread_over_arguments()
+    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for.
+
+    `mapped` says that the call is a device's part, and that nothing along `Explicit` axes is left to XLA.
+    """
+    spread = _sharding.left_to_xla(*arrays, mapped=mapped) or (not mapped and _spread_over_arguments())
     chosen = choose(implementations, call, platform, spread)
     if _explaining.get():
         raise _ExplainedError(_explanation(implementations, call, chosen, spread))
@@ -102,18 +137,19 @@ def resolve(
     return tuple(chosen.items())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, *arrays: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, mapping: _mesh.Mapping | None, *arrays: Any) -> Any:
     # under jit so that a plain call compiles once too, whatever the arrays' values
-    branches = {device: functools.partial(each.run, call) for device, each in chosen}
 
-    def run(*arrays: Any) -> Any:
+    def run(call: Any, *arrays: Any) -> Any:
+        branches = {device: functools.partial(each.run, call) for device, each in chosen}
         if len(branches) == 1:  # for every device, or the only one that was asked for
             return next(iter(branches.values()))(*arrays)
         return jax.lax.platform_dependent(*arrays, **branches)
 
-    # where shardings are part of types, results follow the query, or a key or value with more heads
-    return _sharding.partitioned(run, call.result_specs(_sharding.spec_of(_sharding.widest(*arrays[:3]))), *arrays)
+    if mapping is None:
+        return run(call, *arrays)
+    return mapping.run(run, *arrays, check_vma=all(each.tracks_axes for _, each in chosen))
 
 
 def _warn_if_slower(
@@ -186,7 +222,11 @@ def _explanation(
     return Explanation(
         {device: each.name for device, each in chosen.items()},
         refused,
-        {each.name: what for each in left if (what := each.slower(call) or each.slowest(call)) is not None},
+        {
+            each.name: what
+            for each in left
+            if (what := each.slower_than_next(call) or each.slower_than_fallback(call)) is not None
+        },
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
@@ -16,11 +17,14 @@ def explicit_mesh(*arrays: Any) -> AnyMesh | None:
     return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
 
 
-def left_to_xla(*arrays: Any) -> bool:
-    """Whether a mesh of several devices has axes along which XLA's partitioner is to split what is done here."""
+def left_to_xla(*arrays: Any, mapped: bool = False) -> bool:
+    """Whether a mesh of several devices has axes along which XLA's partitioner is to split what is done here.
+
+    `mapped` says that `Explicit` ones are not among them.
+    """
     mesh = explicit_mesh(*arrays)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *mesh.explicit_axes))
+    return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *(() if mapped else mesh.explicit_axes)))
 
 
 def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:
@@ -41,6 +45,18 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
+def broadcast_rows(x: jax.Array, shape: tuple[int, ...], like: jax.Array) -> jax.Array:
+    """`x` broadcast to `shape`, new rows first, which are sharded over the `Explicit` axes that those of `like` are.
+
+    So the gradient of what rows share is summed where they are, and only the sum travels.
+    """
+    mesh, rows = explicit_mesh(x, like), spec_of(like)[0]
+    if mesh is None or rows is None or x.shape == shape:
+        return jnp.broadcast_to(x, shape)
+    kept = spec_of(x)[-(len(shape) - 1) :]
+    return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(rows, *kept)))
+
+
 def widest(*arrays: jax.Array) -> jax.Array:
     """The array `[…, heads, dim]` with the most heads, the first of several or of those without heads."""
     return max(arrays, key=lambda x: x.shape[-2:-1])
@@ -48,7 +64,7 @@ def widest(*arrays: jax.Array) -> jax.Array:
 
 def over(axis: str, spec: PartitionSpec, dim: int) -> PartitionSpec:
     """`spec` with dimension `dim` sharded over the mesh axis, and no other dimension."""
-    parts = [_axes(part) for part in spec]
+    parts = [axes_of(part) for part in spec]
     if axis in parts[dim]:
         return spec
     parts = [tuple(each for each in part if each != axis) for part in parts]
@@ -66,7 +82,7 @@ def as_auto(mesh: AnyMesh) -> AnyMesh:
     return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
 
 
-def _axes(part: Any) -> tuple[str, ...]:
+def axes_of(part: Any) -> tuple[str, ...]:
     """The mesh axes of one dimension of a spec."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 

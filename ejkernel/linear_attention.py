@@ -124,7 +124,7 @@ def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None
     """`g`, `gk` and `g_gamma` as one log decay, in the smallest of the shapes that the cores know."""
     gamma, gates = arrays.g_gamma, [gate for gate in (arrays.g, arrays.gk) if gate is not None]
     if gamma is not None:
-        gamma = jnp.broadcast_to(gamma, (arrays.sequences, gamma.shape[-1]))
+        gamma = _sharding.broadcast_rows(gamma, (arrays.sequences, gamma.shape[-1]), arrays.query)
         if not gates:
             return "constant", gamma
         if arrays.cu_seqlens is None:

@@ -780,13 +780,15 @@ def layer_ops() -> dict[str, Op]:
         (*small, "convolution"),
     )
     found["layers.KimiDeltaAttention"] = Op(
-        lambda width=8, **options: layers.KimiDeltaAttention(width, **options, rngs=nnx.Rngs(0)),
+        lambda width=8, **options: layers.KimiDeltaAttention(width, **{"rngs": nnx.Rngs(0), **options}),
         {"heads": 2, "head_dim": 4},
         [
             ({"heads": 0}, ValueError, "heads: got 0; expected an int of at least 1"),
             ({"gate_bias": 1}, TypeError, "gate_bias: got int; expected True or False"),
+            ({"rngs": None}, TypeError, "rngs: got NoneType; expected nnx.Rngs"),
+            ({"rngs": jax.random.key(0)}, TypeError, "rngs: got PRNGKeyArray; expected nnx.Rngs"),
         ],
-        ("heads", "head_dim", "gate_bias"),
+        ("heads", "head_dim", "gate_bias", "rngs"),
     )
     found["layers.Mamba2"] = Op(
         lambda width=8, **options: layers.Mamba2(width, **options, rngs=nnx.Rngs(0)),

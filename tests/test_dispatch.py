@@ -84,7 +84,7 @@ def test_the_first_that_can_serves_each_device(refused_by, platform, chosen):
 
 
 def test_one_leaves_to_others_what_it_is_slower_at():
-    hesitant = replace(FAST, slower=lambda call: "large factors" if call.factor > 1 else None)
+    hesitant = replace(FAST, slower_than_next=lambda call: "large factors" if call.factor > 1 else None)
     implementations = (hesitant, MIDDLE, PLAIN)
     call = Call(factor=2.0)
     chosen = choose(implementations, call)
@@ -99,7 +99,7 @@ def test_one_leaves_to_others_what_it_is_slower_at():
 
 
 def test_one_leaves_to_what_serves_every_device_what_even_that_is_faster_at(on_a_gpu):
-    slowest = replace(MIDDLE, slowest=lambda call: "large factors" if call.factor > 1 else None)
+    slowest = replace(MIDDLE, slower_than_fallback=lambda call: "large factors" if call.factor > 1 else None)
     implementations, call = (slowest, PLAIN), Call(factor=2.0)
     assert choose(implementations, call) == {"default": PLAIN}
     assert choose(implementations, Call())["cuda"] == slowest

@@ -195,3 +195,27 @@ def test_memory_is_linear_in_tokens(op):
     short, *longer = (temporaries(tokens) for tokens in (1024, 2048, 4096))
     for factor, each in zip((2, 4), longer, strict=True):
         assert each < 1.1 * factor * short
+
+
+@pytest.mark.parametrize("op", ["recurrent_gla", "gated_delta_rule", "flash_attention"])
+def test_tangents_do_not_leak(op):
+    """A NaN in one sequence, or in the padding, changes no bit of another's tangents."""
+    random = np.random.default_rng(9)
+    query, key, value = random.normal(size=(3, 1, 90, 2, 4)).astype(np.float32)
+    options = {"recurrent_gla": {"g": -np.abs(query)}, "flash_attention": {"causal": True}}.get(
+        op, {"g": -np.abs(query[..., 0]), "beta": np.abs(np.tanh(key[..., 0]))}
+    )
+    options["cu_seqlens"] = np.array([0, 17, 17, 70, 80], np.int32)
+
+    @jax.jit
+    def tangents(query, key, value):
+        moving = (query, key, value)
+        return jax.jvp(lambda *x: jax.tree.leaves(getattr(ejkernel, op)(*x, **options))[0], moving, moving)[1]
+
+    clean = np.asarray(tangents(query, key, value))
+    bad = np.ones((1, 90, 1, 1), np.float32)
+    bad[:, 30], bad[:, 85] = np.nan, np.nan
+    dirty = np.asarray(tangents(query * bad, key * bad, value * bad))
+    others = np.r_[0:17, 70:90]
+    np.testing.assert_array_equal(dirty[:, others], clean[:, others])
+    assert np.isnan(dirty[:, 30:70]).any()

@@ -23,6 +23,8 @@ assert dict(os.environ) == environment, "environment changed"
 assert threading.active_count() == threads, "threads started"
 assert not opened, opened
 assert not jax._src.xla_bridge._backends, "devices initialised"
+ours = [name for name in sys.modules if name.startswith("ejkernel")]
+assert not [name for name in ours if {"triton", "pallas"} & set(name.split("."))], "kernels imported"
 roots = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 assert not any("pallas" in name for name in set(sys.modules) - before if name.startswith("jax")), "Pallas imported"
 assert roots <= {"ejkernel", "jax", "jaxlib", "numpy", "jaxtyping"}, roots

@@ -42,13 +42,8 @@ class GatedOutputLayer(RecurrentLayer):
         parts, recent = [self.query(x), self.key(x), self.value(x)], None
         if self.convolution is not None:
             parts, recent = self.convolution(parts, state.recent, cu_seqlens)
-        query, key, value = parts
-        return (
-            split_heads(query, self.heads),
-            split_heads(key, self.kv_heads),
-            split_heads(value, self.kv_heads),
-            recent,
-        )
+        query, key, value = map(split_heads, parts, (self.heads, self.kv_heads, self.kv_heads))
+        return query, key, value, recent
 
     def _gated(self, x: jax.Array, output: jax.Array) -> jax.Array:
         return normed_and_gated(self.norm, output, jax.nn.silu(wide(self.output_gate(x))))

@@ -1,4 +1,4 @@
-"""Rotary embedding: pairs of a head's dims are turned by angles that grow with the token's position."""
+"""Rotary embedding: pairs of a head's dims are rotated by angles that grow with the token's position."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,22 +19,21 @@ class Rotary(NamedTuple):
     factor: float
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """`x [..., T, H, K]`: the two halves of its first dims turned, the dims past twice the frequencies kept."""
+        """`x [..., T, H, K]`: the two halves of its first dims rotated, the dims past twice the frequencies kept."""
         half = len(self.frequencies)
-        turned, kept = wide(x[..., : 2 * half]), x[..., 2 * half :]
-        positions = positions.reshape(*[1] * (x.ndim - 2 - positions.ndim), *positions.shape, 1, 1).astype(turned.dtype)
+        rotated, unrotated = wide(x[..., : 2 * half]), x[..., 2 * half :]
+        positions = positions.reshape(*[1] * (x.ndim - 2 - positions.ndim), *positions.shape, 1, 1).astype(
+            rotated.dtype
+        )
         angles = positions * matching(jnp.asarray(self.frequencies), positions)
         cos, sin = jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor  # [..., T, 1, half]
-        first, second = turned[..., :half], turned[..., half:]
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-        return jnp.concatenate([turned.astype(x.dtype), kept], -1)
+        first, second = rotated[..., :half], rotated[..., half:]
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        return jnp.concatenate([rotated.astype(x.dtype), unrotated], -1)
 
 
 def rotary(dims: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Rotary:
-    """Of the first `dims` of a head; `scaling` as a model's `config.json` has it under `rope_scaling`.
-
-    Of its `rope_type`s there are `default`, `linear`, `llama3` and `yarn`.
-    """
+    """The rotation of a head's first `dims`; `scaling` is a model's `rope_scaling`, of a type in `SCALINGS`."""
     if scaling is not None and not isinstance(scaling, Mapping):
         raise TypeError(f"rope_scaling: got {type(scaling).__name__}; expected a dict, as config.json has it")
     scaling = dict(scaling or {})
@@ -50,16 +49,8 @@ def rotary(dims: int, theta: float, scaling: Mapping[str, Any] | None = None) ->
     return Rotary(tuple(map(float, frequencies)), float(factor))
 
 
-def _default(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    return frequencies, 1.0
-
-
-def _linear(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    return frequencies / scaling["factor"], 1.0
-
-
 def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """Slow pairs are slowed down by `factor`, fast ones are not, those between partly."""
+    """Slow pairs are slowed down by `factor`, fast ones are not, those between are interpolated."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if high <= low:
         _checks.fail("rope_scaling.high_freq_factor", high, f"a number above low_freq_factor, {low}")
@@ -69,7 +60,7 @@ def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> t
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """As `_llama3`, but that what lies between is counted in pairs rather than in turns; and all are scaled."""
+    """As `_llama3`, but interpolating by the number of a pair than by its turns; cosines and sines are scaled."""
     pairs, length, factor = len(frequencies), scaling["original_max_position_embeddings"], scaling["factor"]
     fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
     if theta <= 1:
@@ -88,29 +79,22 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tup
     scale = scaling.get("attention_factor")
     if scale is None:
 
-        def of(mscale: float) -> float:
+        def scale_of(mscale: float) -> float:
             return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
-        scale = of(1.0)
+        scale = scale_of(1.0)
         # 0, as some models have it, is as good as none
-        if (mscale := scaling.get("mscale")) and (of_all := scaling.get("mscale_all_dim")):
+        if (mscale := scaling.get("mscale")) and (all_dim := scaling.get("mscale_all_dim")):
             mscale = _checks.positive("rope_scaling.mscale", mscale)
-            scale = of(mscale) / of(_checks.positive("rope_scaling.mscale_all_dim", of_all))
+            scale = scale_of(mscale) / scale_of(_checks.positive("rope_scaling.mscale_all_dim", all_dim))
     return frequencies * (1 - slowed + slowed / factor), scale
 
 
+_STRETCHED = ("factor", "original_max_position_embeddings")
 # by `rope_type`: how frequencies are scaled, and which numbers `rope_scaling` must and may have for it
 SCALINGS: dict[str, tuple[Callable[..., tuple[np.ndarray, float]], tuple[str, ...], tuple[str, ...]]] = {
-    "default": (_default, (), ()),
-    "linear": (_linear, ("factor",), ()),
-    "llama3": (
-        _llama3,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (
-        _yarn,
-        ("factor", "original_max_position_embeddings"),
-        ("beta_fast", "beta_slow", "attention_factor"),
-    ),
+    "default": (lambda frequencies, theta, scaling: (frequencies, 1.0), (), ()),
+    "linear": (lambda frequencies, theta, scaling: (frequencies / scaling["factor"], 1.0), ("factor",), ()),
+    "llama3": (_llama3, (*_STRETCHED, "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (_yarn, _STRETCHED, ("beta_fast", "beta_slow", "attention_factor")),
 }

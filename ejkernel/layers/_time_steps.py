@@ -1,4 +1,4 @@
-"""Gates as state space models have them: a rate times a time step that every token chooses."""
+"""Gates as state space models have them: a rate times a time step that depends on the token."""
 
 import math
 from typing import Any
@@ -25,10 +25,10 @@ def shortest_and_longest(argument: str, pair: Any, expected: str) -> tuple[float
     return shortest, longest
 
 
-def time_step(chosen: jax.Array, bias: jax.Array) -> jax.Array:
-    """`softplus(chosen + bias)`, in at least float32."""
-    chosen = wide(chosen)
-    return jax.nn.softplus(chosen + matching(bias, chosen))
+def time_step(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """`softplus(x + bias)`, in at least float32."""
+    x = wide(x)
+    return jax.nn.softplus(x + matching(bias, x))
 
 
 def log_decay(A_log: jax.Array, step: jax.Array) -> jax.Array:
@@ -37,11 +37,11 @@ def log_decay(A_log: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def log_rates(heads: int, init: ParamInit) -> nnx.Param:
-    """`A_log` at first: rates spread evenly from 1 to 16."""
+    """Initial `A_log`: rates uniform from 1 to 16."""
     return init.param(jnp.log(init.uniform((heads,), 1, 16, jnp.float32)))
 
 
 def time_step_bias(count: int, init: ParamInit) -> nnx.Param:
-    """A bias whose softplus is spread from `SHORTEST` to `LONGEST`, as many in each factor of ten."""
+    """Initial `dt_bias`: its softplus is log-uniform from `SHORTEST` to `LONGEST`."""
     steps = init.uniform((count,), math.log(SHORTEST), math.log(LONGEST), jnp.float32)
     return init.param(jnp.log(jnp.expm1(jnp.exp(steps))))

@@ -64,9 +64,9 @@ class GatedDeltaNet(RecurrentLayer):
         self.value_dim = _checks.positive_int("value_dim", value_dim)
         super().__init__(width, (value_heads, key_dim, value_dim), init)
         keys, values = key_heads * key_dim, value_heads * value_dim
-        # of a key head side by side: its query, its key, and the values and output gates of the value heads it serves
+        # side by side for each key head: its query, its key, and the values and output gates of its value heads
         self.query_key_value_gate = init.column_parallel(width, 2 * keys + 2 * values)
-        # likewise what they replace and forget
+        # likewise the betas and decays of those value heads
         self.beta_decay = init.column_parallel(width, 2 * value_heads)
         self.convolution = ShortConvolution(convolution, (keys, keys, values), init)
         self.A_log = log_rates(value_heads, init)
@@ -80,13 +80,13 @@ class GatedDeltaNet(RecurrentLayer):
         *parts, output_gate = map(merge_heads, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
         (query, key, value), recent = self.convolution(parts, state.recent, cu_seqlens)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
-        replaced, forgotten = map(merge_heads, jnp.split(beta_decay, 2, -1))
+        beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
             split_heads(query, self.key_heads),
             split_heads(key, self.key_heads),
             split_heads(value, self.value_heads),
-            log_decay(self.A_log[...], time_step(forgotten, self.dt_bias[...])),
-            jax.nn.sigmoid(replaced),
+            log_decay(self.A_log[...], time_step(decay, self.dt_bias[...])),
+            jax.nn.sigmoid(beta),
             initial_state=state.memory,
             cu_seqlens=cu_seqlens,
             normalize=True,
@@ -96,7 +96,7 @@ class GatedDeltaNet(RecurrentLayer):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of transformers' `Qwen3NextGatedDeltaNet`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of transformers' `Qwen3NextGatedDeltaNet`; see `ejkernel.layers`."""
         reference = "transformers' Qwen3NextGatedDeltaNet of these sizes"
         sources = {
             **_weights.linears(query_key_value_gate="in_proj_qkvz", beta_decay="in_proj_ba", out="out_proj"),

@@ -91,8 +91,8 @@ class GatedLinearAttention(GatedOutputLayer):
         taps = convolution.kernel[...]
         keys, _, values = convolution.widths
         none, recent = jnp.zeros_like(taps[:1, :keys]), taps[1:, :keys]
-        own = jnp.zeros_like(taps[:, -values:]).at[-1].set(1)
-        parts = [jnp.concatenate([none, recent]), jnp.concatenate([recent, none]), own]
+        current = jnp.zeros_like(taps[:, -values:]).at[-1].set(1)
+        parts = [jnp.concatenate([none, recent]), jnp.concatenate([recent, none]), current]
         convolution.kernel.set_value(jnp.concatenate(parts, 1))
 
     def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
@@ -104,7 +104,7 @@ class GatedLinearAttention(GatedOutputLayer):
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of fla's `GatedLinearAttention`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of fla's `GatedLinearAttention`; see `ejkernel.layers`."""
         reference = "fla's GatedLinearAttention of these sizes"
         sources = SOURCES | _weights.linears(gate_down="gk_proj.0", gate_up="gk_proj.1")
         return _weights.load(cls, arguments, options, weights, prefix, reference, sources)

@@ -91,7 +91,7 @@ class KimiDeltaAttention(RecurrentLayer):
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of fla's `KimiDeltaAttention`, `gate_bias` on; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of fla's `KimiDeltaAttention`, which has a `gate_bias`; see `ejkernel.layers`."""
         reference, options = "fla's KimiDeltaAttention of these sizes", {"gate_bias": True, **options}
         sources = {
             **_SHARED,
@@ -104,7 +104,7 @@ class KimiDeltaAttention(RecurrentLayer):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of transformers' `KimiLinearDeltaAttention`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of transformers' `KimiLinearDeltaAttention`; see `ejkernel.layers`."""
         reference = "transformers' KimiLinearDeltaAttention of these sizes"
         sources = {
             **_SHARED,

@@ -90,7 +90,7 @@ class LightningAttention(RecurrentLayer):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of transformers' `MiniMaxLightningAttention`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of transformers' `MiniMaxLightningAttention`; see `ejkernel.layers`."""
         reference = "transformers' MiniMaxLightningAttention of these sizes"
         sources = {
             **_weights.linears(query_key_value="qkv_proj", output_gate="output_gate", out="out_proj"),

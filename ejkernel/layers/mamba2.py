@@ -85,10 +85,10 @@ class Mamba2(RecurrentLayer):
     def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
         ends = [features, 2 * features, 2 * features + states, 2 * features + 2 * states]
-        output_gate, *parts, chosen = jnp.split(self.into(x), ends, -1)
+        output_gate, *parts, step = jnp.split(self.into(x), ends, -1)
         (value, key, query), recent = self.convolution(parts, state.recent, cu_seqlens)
         value = wide(split_heads(value, self.heads))
-        step = jnp.clip(time_step(chosen, self.dt_bias[...]), *self.time_step_limit)
+        step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
         # a group's queries and keys serve several heads' values
         output, memory = simple_gla(
             split_heads(query, self.groups),
@@ -105,7 +105,7 @@ class Mamba2(RecurrentLayer):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of transformers' `Mamba2Mixer` or `BambaMixer`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of transformers' `Mamba2Mixer` or `BambaMixer`; see `ejkernel.layers`."""
         reference = "transformers' Mamba2Mixer of these sizes"
         sources = {
             **_weights.linears(into="in_proj", out="out_proj"),

@@ -79,6 +79,6 @@ class Retention(GatedOutputLayer):
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of fla's `MultiScaleRetention`; `ejkernel.layers` documents the arguments."""
+        """The layer with the weights of fla's `MultiScaleRetention`; see `ejkernel.layers`."""
         reference, ignored = "fla's MultiScaleRetention of these sizes", ["rotary.inv_freq"]
         return _weights.load(cls, arguments, options, weights, prefix, reference, SOURCES, ignored)

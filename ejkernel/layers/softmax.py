@@ -105,11 +105,11 @@ class MultiHeadAttention(nnx.Module):
                 if each is not None:
                     _checks.fail(name, repr(each), "None, as rope_theta is None")
         else:
-            turned = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
-            if turned % 2 or turned > self.head_dim:
-                name, got = ("head_dim", self.head_dim) if rotary_dim is None else ("rotary_dim", turned)
+            rotated = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
+            if rotated % 2 or rotated > self.head_dim:
+                name, got = ("head_dim", self.head_dim) if rotary_dim is None else ("rotary_dim", rotated)
                 _checks.fail(name, got, f"an even number of the {self.head_dim} dims of a head, as rotation needs")
-            self.rotate = rotary(turned, _checks.positive("rope_theta", rope_theta), rope_scaling)
+            self.rotate = rotary(rotated, _checks.positive("rope_theta", rope_theta), rope_scaling)
         init = ParamInit(dtype, param_dtype, rngs)
         self.dtype = init.dtype
         bias, self.output_gate = _checks.flag("bias", bias), _checks.flag("output_gate", output_gate)
@@ -150,7 +150,9 @@ class MultiHeadAttention(nnx.Module):
         if cu_seqlens is not None:
             _checks.fail("cache", "one together with cu_seqlens", "one of them")
         if not isinstance(cache, KeyValueCache):
-            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
+            raise TypeError(
+                f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call rerotated"
+            )
         cache = KeyValueCache(
             _checks.carried(dims, "cache.key", cache.key, "capacity Hkv K"),
             _checks.carried(dims, "cache.value", cache.value, "capacity Hkv K"),
@@ -161,7 +163,7 @@ class MultiHeadAttention(nnx.Module):
         at = positions(x, cache.position, None)  # [B, T]
         query, key, value, gate = self._projected(x, at)
         fits = (at >= 0) & (at < cache.capacity)
-        # JAX takes a negative index for one from the end: past the capacity it is dropped
+        # a negative index would count from the end; one past the capacity is dropped
         place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
         keys = cache.key.at[place].set(key.astype(cache.key.dtype), mode="drop")
         values = cache.value.at[place].set(value.astype(cache.value.dtype), mode="drop")
@@ -197,18 +199,18 @@ class MultiHeadAttention(nnx.Module):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
+        """The layer with the weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
 
-        `ejkernel.layers` documents the arguments.
+        See `ejkernel.layers` for the arguments.
         """
         reference = "transformers' attention of these sizes and options"
         return _weights.load(cls, arguments, options, weights, prefix, reference, _SOURCES)
 
     @classmethod
     def from_qwen3_next(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The weights of transformers' `Qwen3NextAttention`, `norm` and `output_gate` on.
+        """The layer with the weights of transformers' `Qwen3NextAttention`, `norm` and `output_gate` on.
 
-        `ejkernel.layers` documents the arguments.
+        See `ejkernel.layers` for the arguments.
         """
         reference = "transformers' Qwen3NextAttention of these sizes"
         options = {"norm": True, "output_gate": True, **options}

@@ -23,11 +23,9 @@ from ejkernel._checks import AnyArray, Borders
 from ejkernel._front import public
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention import splash_blocks, triton
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
-from ejkernel.kernels.attention.triton import blocks as triton_blocks
 from ejkernel.kernels.attention.xla import blocks as xla_blocks
 from ejkernel.parallel._ring import Ring, plan
 
@@ -201,6 +199,8 @@ class Arrays(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_mesh(call: Call, ring: Ring, mesh: jax.sharding.Mesh, arrays: Arrays) -> Array:
+    from ejkernel.kernels.attention import splash_blocks
+
     sliced = jax.P(None, ring.axis)
     rest = (None if x is None else jax.P() for x in arrays[3:])
     run = jax.shard_map(
@@ -336,6 +336,10 @@ _attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
 
 def _core(name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
     """What a block of keys gives or takes: by the kernels of a GPU or TPU where they serve it, or by XLA."""
+    # imported by the first call that may need them, as by `_dispatch.Later`
+    from ejkernel.kernels.attention import splash_blocks, triton
+    from ejkernel.kernels.attention.triton import blocks as triton_blocks
+
     blocks: dict[str, Any] = {}
     if not (triton.supports(call) or triton.slowest(call)):
         blocks["cuda"] = triton_blocks

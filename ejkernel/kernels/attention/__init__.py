@@ -3,14 +3,25 @@
 Fastest first, on each device, as `benchmarks/results` has it.
 """
 
-from ejkernel._dispatch import Implementation
-from ejkernel.kernels.attention import cudnn, splash, triton, xla
+from ejkernel._dispatch import Implementation, Later
+from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.xla import reference
 
+_CUDNN, _SPLASH, _TRITON = (f"{__name__}.{module}" for module in ("cudnn", "splash", "triton"))
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
-    Implementation("splash", devices=("tpu",), supports=splash.supports, run=splash.run, splits=False),
-    Implementation("cudnn", devices=("cuda",), supports=cudnn.supports, run=cudnn.run, slower=cudnn.slower),
-    Implementation("triton", devices=("cuda",), supports=triton.supports, run=triton.run, slowest=triton.slowest),
+    Implementation(
+        "splash", ("tpu",), Later(_SPLASH, "supports"), Later(_SPLASH, "run"), splits=False, tracks_axes=False
+    ),
+    Implementation(
+        "cudnn", ("cuda",), Later(_CUDNN, "supports"), Later(_CUDNN, "run"), slower_than_next=Later(_CUDNN, "slower")
+    ),
+    Implementation(
+        "triton",
+        ("cuda",),
+        Later(_TRITON, "supports"),
+        Later(_TRITON, "run"),
+        slower_than_fallback=Later(_TRITON, "slowest"),
+    ),
     Implementation("xla", devices=None, supports=xla.supports, run=xla.run),
 )

@@ -1,6 +1,7 @@
 """What is fixed when a call of softmax attention is traced."""
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -14,6 +15,20 @@ def common_dtype(*dtypes: Any) -> np.dtype:
     """The dtype that holds all of these, as JAX has it by default and whatever it was told about arrays since."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*dtypes))
+
+
+# What users call the fields of `Call` that are options.
+OPTIONS = {
+    "soft_cap": "logits_soft_cap",
+    "left": "sliding_window",
+    "right": "causal",
+    "mask_shape": "attention_mask",
+    "bias_shape": "bias",
+    "sinks": "softmax_aux",
+    "sequences": "cu_seqlens",
+    "separate": "cu_seqlens_kv",
+    "offset": "query_offset",
+}
 
 
 @dataclass(frozen=True)
@@ -47,16 +62,17 @@ class Call:
     key_dtype: np.dtype
     value_dtype: np.dtype
     scale: float
-    soft_cap: float | None
-    left: int | None
-    right: int | None
-    mask_shape: tuple[int, ...] | None
-    bias_shape: tuple[int, ...] | None
-    bias_dtype: np.dtype | None
-    sinks: int | None
-    dropout: float
     dtype: np.dtype
     softmax_dtype: np.dtype
+    # options, which have a default
+    soft_cap: float | None = None
+    left: int | None = None
+    right: int | None = None
+    mask_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: np.dtype | None = None
+    sinks: int | None = None
+    dropout: float = 0.0
     sequences: int | None = None  # packed in one row
     separate: bool = False  # whether keys have borders of their own
     offset: bool = False
@@ -71,6 +87,25 @@ class Call:
         if self.return_weights:
             return output, PartitionSpec(rows, heads, tokens, None)
         return (output, PartitionSpec(rows, tokens, heads)) if self.return_lse else output
+
+    def dims(self) -> dict[str, str]:
+        """The dimensions of the arrays by name, a letter each."""
+        tokens = {"query": "BSHD", "key": "BLHD", "value": "BLHD", "mask": "BHSL", "bias": "BHSL", "sinks": "HZ"}
+        offset = "B" if self.sequences is None else "N"
+        return {**tokens, "dropout_key": "*", "cu_seqlens": "N", "cu_seqlens_kv": "N", "query_offset": offset}
+
+    def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> "Call":
+        """The call that a device has where so many share its rows and heads."""
+        key = shapes["key"]
+        assert key is not None
+        return replace(
+            self,
+            batch=self.batch // rows,
+            heads=self.heads // heads,
+            kv_heads=key[2],
+            mask_shape=shapes["mask"],
+            bias_shape=shapes["bias"],
+        )
 
     @property
     def groups(self) -> int:
@@ -93,3 +128,14 @@ class Call:
     def residual_dtype(self) -> np.dtype:
         """The output's dtype before the one asked for: narrower than the values, it would spoil the gradients."""
         return common_dtype(self.dtype, self.value_dtype)
+
+
+def lacking(call: Call, supported: Container[str]) -> str | None:
+    """Which option of `call` is not among the `supported` ones, or `None`.
+
+    Implementations list what they support, so that an option they have never heard of is refused.
+    """
+    for each in fields(call):
+        if each.default is not MISSING and getattr(call, each.name) != each.default and each.name not in supported:
+            return f"it has no {OPTIONS.get(each.name, each.name)}"
+    return None

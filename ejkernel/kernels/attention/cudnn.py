@@ -15,12 +15,14 @@ from jax import Array
 
 from ejkernel.kernels import _differentiable, _varying
 from ejkernel.kernels.attention.borrowed import borrowed
-from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import allowed_pairs, live_tokens
 
 BACKEND: Any = "cudnn"  # what `jax.nn.dot_product_attention` calls it
 HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+# Not: dropout, which its backward pass cannot repeat; return_lse, which comes rounded and without a gradient.
+SUPPORTED = ("left", "right", "mask_shape", "bias_shape", "bias_dtype", "block_sizes")
 
 
 def supports(call: Call) -> str | None:
@@ -46,17 +48,9 @@ def _installed() -> str | None:
 
 
 def _options(call: Call) -> str | None:
-    lacks = {
-        "logits_soft_cap": call.soft_cap is not None,
-        "softmax_aux": call.sinks is not None,
-        "dropout that its backward pass can repeat": call.dropout > 0,
-        "cu_seqlens": call.sequences is not None,
-        "query_offset": call.offset,
-        # it comes rounded to the output's dtype, and without a gradient
-        "return_lse": call.return_lse,
-        "softmax_dtype other than float32": call.softmax_dtype != np.float32,
-    }
-    return next((f"it has no {option}" for option, asked in lacks.items() if asked), None)
+    if call.softmax_dtype != np.float32:
+        return "it has no softmax_dtype other than float32"
+    return lacking(call, SUPPORTED)
 
 
 def _bounds(call: Call) -> str | None:

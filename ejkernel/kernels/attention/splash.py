@@ -11,12 +11,14 @@ from jax import Array
 
 from ejkernel.kernels import _differentiable, _pallas, _varying
 from ejkernel.kernels.attention.borrowed import borrowed
-from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 LANES = 128
 LARGEST_BLOCK = 512
+# Not return_lse, which has no gradient.
+SUPPORTED = ("soft_cap", "left", "right", "sinks", "sequences", "block_sizes")
 # Products and sums of numbers up to here stay within float32, whatever they are multiplied by.
 HARMLESS = 2.0**30
 
@@ -27,17 +29,11 @@ def supports(call: Call) -> str | None:
 
 
 def _options(call: Call) -> str | None:
-    lacks = {
-        "attention_mask": call.mask_shape is not None,
-        "bias": call.bias_shape is not None,
-        "softmax_aux with more than one sink": call.sinks not in (None, 1),
-        "dropout": call.dropout > 0,
-        "cu_seqlens_kv": call.separate,
-        "query_offset": call.offset,
-        "gradient of return_lse": call.return_lse,
-        "softmax_dtype other than float32": call.softmax_dtype != np.float32,
-    }
-    return next((f"it has no {option}" for option, asked in lacks.items() if asked), None)
+    if call.sinks not in (None, 1):
+        return "it has no softmax_aux with more than one sink"
+    if call.softmax_dtype != np.float32:
+        return "it has no softmax_dtype other than float32"
+    return lacking(call, SUPPORTED)
 
 
 def _bounds(call: Call) -> str | None:

@@ -1,7 +1,7 @@
 """What is fixed when a call of a recurrence is traced, whichever recurrence it is."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -34,6 +34,17 @@ class Call:
         """How the results are sharded where shardings are explicit, from the sharding of an array with all heads."""
         rows, tokens, heads, _ = tokens
         return PartitionSpec(rows, tokens, heads, None), PartitionSpec(None if self.packed else rows, heads, None, None)
+
+    def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> Self:
+        """The call that a device has where so many share its rows and heads."""
+        sequences = self.sequences if self.packed else self.sequences // rows
+        return replace(self, batch=self.batch // rows, heads=self.heads // heads, sequences=sequences)
+
+    def _dims(self, **gates: str) -> dict[str, str]:
+        """The dimensions of all arrays, in their order, a letter each; `gates` are those between value and state."""
+        tokens = {"query": "BTHK", "key": "BTHK", "value": "BTHV"}
+        rows = "N" if self.packed else "B"
+        return {**tokens, **gates, "initial_state": f"{rows}HKV", "cu_seqlens": "N"}
 
     @property
     def state_dtype(self) -> np.dtype:

@@ -19,6 +19,10 @@ class Call(RecurrenceCall):
     # 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
     largest_chunk: ClassVar[int] = 32
 
+    def dims(self) -> dict[str, str]:
+        """The dimensions of the arrays by name, a letter each."""
+        return self._dims(beta="BTH", log_decay={"none": "", "head": "BTH", "key": "BTHK"}[self.decay])
+
 
 class Inputs(NamedTuple):
     """The arrays of a call that have gradients, or their cotangents.

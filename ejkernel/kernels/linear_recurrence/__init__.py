@@ -1,16 +1,27 @@
 """One gated linear recurrence, behind every op that is neither softmax attention nor the delta rule."""
 
-from ejkernel._dispatch import Implementation
-from ejkernel.kernels.linear_recurrence import pallas, triton, xla
+from ejkernel._dispatch import Implementation, Later
+from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.phases import phases_from_reversed_runs
-from ejkernel.kernels.linear_recurrence.triton import phases as triton_phases
 from ejkernel.kernels.linear_recurrence.xla import phases as xla_phases
 
+_PALLAS, _TRITON = f"{__name__}.pallas", f"{__name__}.triton"
 # Fastest first, on each device.
 IMPLEMENTATIONS = (
     Implementation(
-        "pallas", ("tpu",), pallas.supports, pallas.run, phases_from_reversed_runs(pallas.run), splits=False
+        "pallas",
+        ("tpu",),
+        Later(_PALLAS, "supports"),
+        Later(_PALLAS, "run"),
+        phases_from_reversed_runs(Later(_PALLAS, "run")),
+        splits=False,
     ),
-    Implementation("triton", ("cuda",), triton.supports, triton.run, triton_phases.PHASES),
+    Implementation(
+        "triton",
+        ("cuda",),
+        Later(_TRITON, "supports"),
+        Later(_TRITON, "run"),
+        Later(f"{_TRITON}.phases", "PHASES"),
+    ),
     Implementation("xla", None, xla.supports, xla.run, xla_phases.PHASES),
 )

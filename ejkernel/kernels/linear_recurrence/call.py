@@ -17,6 +17,11 @@ class Call(RecurrenceCall):
     decay: Decay
     value_decay: bool
 
+    def dims(self) -> dict[str, str]:
+        """The dimensions of the arrays by name, a letter each."""
+        gates = {"none": "", "constant": "NH" if self.packed else "BH", "head": "BTH", "key": "BTHK"}
+        return self._dims(log_decay=gates[self.decay], value_log_decay="BTHV")
+
 
 class Inputs(NamedTuple):
     """The arrays of a call that have gradients, or their cotangents.

@@ -1,6 +1,7 @@
 """What `flash_attention` leaves to cuDNN and wraps around it; on a GPU, cuDNN itself against the oracle."""
 
 import sys
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from ejkernel import _dispatch
 from ejkernel._dispatch import Implementation, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
 from ejkernel.kernels import _launch
-from ejkernel.kernels.attention import cudnn
+from ejkernel.kernels.attention import cudnn, splash
+from ejkernel.kernels.attention.call import Call, lacking
 
 SIZES = {"queries": 64, "keys": 64, "heads": 4, "key_dim": 16, "value_dim": 16}
 CAUSAL = {"causal": True}
@@ -200,6 +202,24 @@ def test_what_is_refused_runs_on_triton(arguments, reason, installed, monkeypatc
         assert found.chosen == {"default": "xla"}
     else:
         assert found.chosen == {"cuda": "triton", "default": "xla"}
+
+
+@pytest.mark.parametrize("implementation", [cudnn, splash])
+def test_an_option_that_is_not_listed_is_refused(implementation):
+    """As one will be that is added to calls later."""
+
+    @dataclass(frozen=True)
+    class Later(Call):
+        tilt: float = 0.0
+
+    half = np.dtype(jnp.bfloat16)
+    later = Later(1, 128, 128, 4, 4, 64, 64, half, half, half, 0.1, half, np.dtype(np.float32))
+    assert "tilt" not in (implementation.supports(later) or "")
+    assert lacking(later, implementation.SUPPORTED) is None
+    assert lacking(replace(later, tilt=0.5), implementation.SUPPORTED) == "it has no tilt"
+    assert implementation._options(replace(later, tilt=0.5)) == "it has no tilt"
+    # the least that a bound can be is one still
+    assert lacking(replace(later, right=0), ()) == "it has no causal"
 
 
 def test_packed_is_refused(installed):

@@ -15,17 +15,21 @@ from ejkernel.kernels.attention.xla.problem import Columns, Problem, Rows, finit
 from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
 
 
-def forward(call: Call, inputs: Inputs, every_block: bool = False, few: bool = False) -> tuple[Array, Array, Array]:
+def forward(
+    call: Call, inputs: Inputs, every_block: bool = False, few: bool = False, apart: bool = False
+) -> tuple[Array, Array, Array]:
     """The output `[B, S, H, Dv]`, and the `top` and `total` of each row of scores, `[B, S, H]`.
 
     `top` is the largest score or sink, a constant to derivatives, and `total` the sum of `exp(score - top)`; both are 0
     where there is nothing to sum. They stay apart, as `top + log(total)` forgets the total where scores are huge: the
     row would no longer sum to 1.
 
-    With `every_block`, keys out of sight are visited too: then loops have a fixed length and JAX can differentiate.
+    With `apart`, packed sequences share no block: then JAX can differentiate it forwards without leaks between them.
+    With `every_block`, keys out of sight are visited too: then loops have a fixed length, and JAX can differentiate it
+    any number of times.
     With `few`, products are those of `few_queries`, and keys are visited all at once.
     """
-    p = problem(call, inputs, few, apart=every_block)
+    p = problem(call, inputs, few, apart=apart or every_block)
 
     def block(_: None, xs: tuple[Rows, Array]) -> Any:
         rows, query = xs
