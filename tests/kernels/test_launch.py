@@ -16,7 +16,7 @@ OUTPUTS = [jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((), jnp
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    caches = _launch._jax_triton, _launch.unavailable, _launch.capability
+    caches = _launch._jax_triton, _launch._capability_here
     for cache in caches:
         cache.cache_clear()
     yield
