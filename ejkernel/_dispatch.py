@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel import _devices, _mesh, _sharding
+from ejkernel import _checked, _devices, _mesh, _sharding
 from ejkernel._checks.wording import warn
 
 
@@ -134,6 +134,8 @@ def resolve(
         raise _ExplainedError(_explanation(implementations, call, chosen, spread))
     if platform is None:
         _warn_if_slower(implementations, call, chosen, spread)
+        if "tpu" in chosen:
+            _warn_until_checked()
     return tuple(chosen.items())
 
 
@@ -175,6 +177,13 @@ def _default_platform() -> str:
 @functools.cache
 def _warn_once(message: str) -> None:
     warn(message, SlowerImplementationWarning)
+
+
+@functools.cache
+def _warn_until_checked() -> None:
+    """Once a process on TPUs, whose kernels no chip has run, until `ejkernel check` has passed there."""
+    if _default_platform() == "tpu" and not _checked.passed():
+        warn("No TPU chip has run these kernels yet. Run `ejkernel check`, which compares them with their definition")
 
 
 @dataclass(frozen=True)
