@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ejkernel import xla_utils
+from ejkernel._debug import debug
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
@@ -25,6 +26,7 @@ __all__ = [
     "PlatformError",
     "SlowerImplementationWarning",
     "attention",
+    "debug",
     "delta_rule",
     "explain",
     "flash_attention",

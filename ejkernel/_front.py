@@ -1,10 +1,12 @@
-"""What all public ops share before their own code runs: words of other libraries are told what they are called here."""
+"""What all public ops share before their own code runs: words of other libraries, and `ejkernel.debug`."""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from ejkernel import _debug
 
 Front = TypeVar("Front", bound=Callable[..., Any])
 
@@ -77,11 +79,12 @@ INSTEAD = {
 
 
 def public(front: Front) -> Front:
-    """`front`, a public op, with an error that helps where a keyword is none of its own.
+    """`front`, a public op, with an error that helps where a keyword is none of its own, and with what `debug` does.
 
     Signature, docstring and types stay those of `front`.
     """
-    names = frozenset(inspect.signature(front).parameters)
+    signature = inspect.signature(front)
+    names = frozenset(signature.parameters)
 
     @functools.wraps(front)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -89,6 +92,8 @@ def public(front: Front) -> Front:
             word = next(each for each in kwargs if each not in names)
             message = f"{front.__name__}() got an unexpected keyword argument {word!r}"
             raise TypeError(f"{message}{_hint(word, names)}")
+        if (found := _debug.asked()) is not None:
+            _debug.look(found, front.__name__, signature.bind(*args, **kwargs).arguments)
         return front(*args, **kwargs)
 
     return call  # type: ignore[return-value]
