@@ -145,6 +145,23 @@ def test_comparisons_are_what_was_measured(pages):
         assert [row for row in pages["peers.html"].rows if row and row[0] == op], f"{op} stands beside nothing"
 
 
+def test_the_readme_and_the_start_page_say_the_same_of_why():
+    readme, start = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    why = re.search(r"^## Why this one$.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)[0]
+    assert why in start
+    rows = {row["name"]: row for each in ("linear_recurrence_h200", "delta_rule_h200") for row in measured(each)}
+    names = {
+        "recurrent_gla": "gla",
+        "simple_gla": "simple_gla",
+        "retention": "g_gamma",
+        "delta_rule": "delta",
+        "kda": "kda",
+    }
+    for op, name in names.items():
+        ours, theirs = rows[f"{name}-backward"]["ms"], rows[f"{name}-backward"]["fla_ms"]
+        assert f"| {op} | {ours:.2f} ms | {theirs:.2f} ms | {theirs / ours:.1f} |" in why
+
+
 def measured(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
 
