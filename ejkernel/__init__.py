@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ejkernel import xla_utils
+from ejkernel._debug import debug
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel._mesh import GatheredWarning
 from ejkernel.attention import attention, flash_attention
@@ -27,6 +28,7 @@ __all__ = [
     "PlatformError",
     "SlowerImplementationWarning",
     "attention",
+    "debug",
     "delta_rule",
     "explain",
     "flash_attention",

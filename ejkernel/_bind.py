@@ -15,7 +15,7 @@ def recurrence(
     kind: type[AnyCall],
     arrays: _checks.LinearAttention | _checks.DeltaRule,
     query: jax.Array,
-    softmax_scale: float | jax.Array | None,
+    softmax_scale: float | _checks.AnyArray | None,
     reverse: bool,
     **facts: Any,
 ) -> tuple[AnyCall, jax.Array, jax.Array | None]:

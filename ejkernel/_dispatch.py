@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel import _mesh, _sharding
+from ejkernel import _checked, _devices, _mesh, _sharding
+from ejkernel._checks.wording import warn
 
 
 class PlatformError(ValueError, NotImplementedError):
@@ -134,6 +134,8 @@ def resolve(
         raise _ExplainedError(_explanation(implementations, call, chosen, spread))
     if platform is None:
         _warn_if_slower(implementations, call, chosen, spread)
+        if "tpu" in chosen:
+            _warn_until_checked()
     return tuple(chosen.items())
 
 
@@ -174,7 +176,14 @@ def _default_platform() -> str:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, SlowerImplementationWarning, stacklevel=5)
+    warn(message, SlowerImplementationWarning)
+
+
+@functools.cache
+def _warn_until_checked() -> None:
+    """Once a process on TPUs, whose kernels no chip has run, until `ejkernel check` has passed there."""
+    if _default_platform() == "tpu" and not _checked.passed():
+        warn("No TPU chip has run these kernels yet. Run `ejkernel check`, which compares them with their definition")
 
 
 @dataclass(frozen=True)
@@ -185,15 +194,18 @@ class Explanation:
         chosen: The implementation's name by device platform; `"default"` stands for every other platform.
         refused: For implementations that cannot serve the call, the reason.
         slower: For implementations that could serve it and leave it to a faster one, what they are slower at.
+        device: The device that was asked about, and what is assumed of it; empty where none was named.
     """
 
     chosen: dict[str, str]
     refused: dict[str, str]
     slower: dict[str, str] = field(default_factory=dict)
+    device: str = ""
 
     def __str__(self) -> str:
         rest = "elsewhere" if len(self.chosen) > 1 else "everywhere"
-        lines = [f"{rest if device == 'default' else 'on ' + device}: {name}" for device, name in self.chosen.items()]
+        places = {device: rest if device == "default" else f"on {device}" for device in self.chosen}
+        lines = [f"{f'on {self.device}' if self.device else places[key]}: {name}" for key, name in self.chosen.items()]
         others = {**self.refused, **{name: f"slower at {what}" for name, what in self.slower.items()}}
         return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in others.items())])
 
@@ -217,6 +229,12 @@ class _ExplainedError(Exception):
 def _explanation(
     implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool
 ) -> Explanation:
+    if (device := _devices.assumed.get()) is not None:
+        serves = chosen.get(device.platform) or chosen.get("default")
+        if serves is None:
+            raise PlatformError(f"platform: {next(iter(chosen.values())).name!r} does not run on {device.name}")
+        chosen = {device.platform: serves}
+        implementations = [each for each in implementations if device.platform in (each.devices or (device.platform,))]
     refused = {each.name: reason for each in implementations if (reason := each.refuses(call, spread)) is not None}
     left = [each for each in implementations if each not in chosen.values() and each.name not in refused]
     return Explanation(
@@ -227,15 +245,24 @@ def _explanation(
             for each in left
             if (what := each.slower_than_next(call) or each.slower_than_fallback(call)) is not None
         },
+        "" if device is None else str(device),
     )
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
     """Says which implementation would serve `op(*args, **kwargs)` on each platform, and why others would not.
 
     Nothing is computed, so `jax.ShapeDtypeStruct`s may stand in for arrays, with a `sharding` for what lies on several
     devices. `op` may also be a function of one's own or a module that calls an op somewhere inside, jitted or
     transformed; of several ops, the first is explained.
+
+    Args:
+        op: What would be called.
+        args: What it would be called with.
+        device: A device that need not be here, such as `"a100"`, `"h100"`, `"b200"`, `"v5e"` or `"cpu"`: the answer is
+            that of a machine with one, where all that the library can use there is installed. `None` asks what this
+            machine would run, and what other platforms would as far as it can tell from here.
+        kwargs: What it would be called with by keyword.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -244,9 +271,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(explain(flash_attention, x, x, x))
         everywhere: xla
         not splash: ...
+        >>> print(explain(flash_attention, x, x, x, device="h100"))
+        on h100, compute capability 9.0, with the extra cuda installed: triton
+        not cudnn: float32 arrays; it takes float16 or bfloat16, all alike
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}; expected one of this library's ops")
+    assumed = None if device is None else _devices.named(device)
     # experimental in JAX, so nothing but this may depend on it
     from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -262,6 +293,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     places = [getattr(leaves[i], "sharding", None) for i in traced]
     token = _explaining.set(max((each.num_devices for each in places if each is not None), default=1))
+    device_token = _devices.assumed.set(assumed)
     try:
         # a jitted function that ran before would not be traced again, and never reach the op: metadata that nothing ran
         # under makes JAX's caches miss, and leaves what they hold
@@ -271,6 +303,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         return found.explanation
     finally:
         _explaining.reset(token)
+        _devices.assumed.reset(device_token)
     raise ValueError(f"op: got {op!r}, which calls no op of this library; expected one of its ops")
 
 

@@ -1,8 +1,11 @@
 """Softmax attention: `attention`, which returns its weights, and `flash_attention`, which never holds them all."""
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +15,30 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from ejkernel import _checks
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
+from ejkernel._front import public
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
 from ejkernel.kernels.attention.call import Call, common_dtype
 
 __all__ = ["attention", "flash_attention"]
 
 QKV = ("query", "key", "value")
+DropoutKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 
 
+@public
 def attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B L Hkv D"],
-    value: Float[Array, "B L Hkv Dv"],
-    attention_mask: Bool[Array, "B heads S L"] | None = None,
-    bias: Float[Array, "B heads S L"] | None = None,
-    init_bias: Callable[[], Float[Array, "B heads S L"]] | None = None,
+    query: Float[AnyArray, "B S H D"],
+    key: Float[AnyArray, "B L Hkv D"],
+    value: Float[AnyArray, "B L Hkv Dv"],
+    attention_mask: Bool[AnyArray, "B heads S L"] | None = None,
+    bias: Float[AnyArray, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[AnyArray, "B heads S L"]] | None = None,
     deterministic: bool = True,
-    dropout_rng: Key[Array, ""] | UInt32[Array, "2"] | None = None,
-    softmax_aux: Float[Array, "heads sinks"] | Float[Array, " sinks"] | None = None,
-    softmax_scale: float | Array | None = None,
+    dropout_rng: DropoutKey | None = None,
+    softmax_aux: Float[AnyArray, "heads sinks"] | Float[AnyArray, " sinks"] | None = None,
+    softmax_scale: float | AnyArray | None = None,
     logits_soft_cap: float | None = None,
     dtype: DTypeLike | None = jnp.bfloat16,
     softmax_dtype: DTypeLike | None = None,
@@ -41,9 +48,9 @@ def attention(
     *,
     platform: str | None = None,
 ) -> tuple[Float[Array, "B S H Dv"], Float[Array, "B H S L"]]:
-    """Softmax attention that returns its weights beside its output.
+    """Softmax attention that returns its weights beside its output, **both in bfloat16 unless `dtype` says otherwise**.
 
-    In this order, per head:
+    `dtype=None` returns what the query has, float32 for float32. In this order, per head:
 
         scores  = softmax_scale · query keyᵀ
         scores  = logits_soft_cap · tanh(scores / logits_soft_cap)            if there is a cap
@@ -63,16 +70,17 @@ def attention(
         value: `[B, L, Hkv, Dv]`.
         attention_mask: bool `[B, H | Hkv | 1, S, L]`, True where the query may attend; any axis may be 1 and is
             broadcast. Ignored if there is a bias, with a warning; `flash_attention` applies both.
-        bias: `[B, H | Hkv | 1, S, L]`, broadcast likewise; may hold `-inf`.
+        bias: `[B, H | Hkv | 1, S, L]`, added to the scores and broadcast likewise; may hold `-inf`.
         init_bias: Called for a bias if neither `attention_mask` nor `bias` is given.
         deterministic: Leaves dropout out.
         dropout_rng: The key that dropout draws with, from `jax.random.key` or `jax.random.PRNGKey`.
         softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator. `[H]` is `H`
             sinks that all heads share; one sink a head, which models store so, is `sinks[:, None]`.
-        softmax_scale: `None` is `D**-0.5`. An array (a learned scale, say) has a gradient.
-        logits_soft_cap: Above 0, or `None` for no cap.
-        dtype: Of both results; `None` is the query's.
-        softmax_dtype: `None` is float32, or float64 where an input is float64.
+        softmax_scale: What scores are multiplied by; `None` is `D**-0.5`. An array (a learned scale, say) has a
+            gradient.
+        logits_soft_cap: Bends scores towards `±logits_soft_cap`; above 0, or `None` for no cap.
+        dtype: Of both results, bfloat16 unless another is given; `None` is the query's.
+        softmax_dtype: What the softmax is computed in; `None` is float32, or float64 where an input is float64.
         dropout_prob: In `[0, 1)`. Every weight is dropped by a draw of its own; kept ones are divided by
             `1 - dropout_prob`.
         causal: A query sees keys up to its own position, both counted from 0.
@@ -118,17 +126,18 @@ def attention(
     return dispatch(ATTENTION, replace(call, return_weights=True), *arrays, platform=platform)
 
 
+@overload
 def flash_attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B L Hkv D"],
-    value: Float[Array, "B L Hkv Dv"],
-    attention_mask: Bool[Array, "B heads S L"] | None = None,
-    bias: Float[Array, "B heads S L"] | None = None,
-    init_bias: Callable[[], Float[Array, "B heads S L"]] | None = None,
+    query: Float[AnyArray, "B S H D"],
+    key: Float[AnyArray, "B L Hkv D"],
+    value: Float[AnyArray, "B L Hkv Dv"],
+    attention_mask: Bool[AnyArray, "B heads S L"] | None = None,
+    bias: Float[AnyArray, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[AnyArray, "B heads S L"]] | None = None,
     deterministic: bool = True,
-    dropout_rng: Key[Array, ""] | UInt32[Array, "2"] | None = None,
-    softmax_aux: Float[Array, "heads sinks"] | Float[Array, " sinks"] | None = None,
-    softmax_scale: float | Array | None = None,
+    dropout_rng: DropoutKey | None = None,
+    softmax_aux: Float[AnyArray, "heads sinks"] | Float[AnyArray, " sinks"] | None = None,
+    softmax_scale: float | AnyArray | None = None,
     logits_soft_cap: float | None = None,
     dtype: DTypeLike | None = None,
     softmax_dtype: DTypeLike | None = None,
@@ -136,41 +145,103 @@ def flash_attention(
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
     *,
-    cu_seqlens: _checks.Borders | None = None,
-    cu_seqlens_kv: _checks.Borders | None = None,
-    query_offset: int | Int[Array, "..."] = 0,
+    cu_seqlens: Borders | None = None,
+    cu_seqlens_kv: Borders | None = None,
+    query_offset: int | Int[AnyArray, "*rows"] = 0,
+    return_lse: Literal[False] = False,
+    block_sizes: tuple[int, int] | None = None,
+    platform: str | None = None,
+) -> Array: ...
+@overload
+def flash_attention(
+    query: Float[AnyArray, "B S H D"],
+    key: Float[AnyArray, "B L Hkv D"],
+    value: Float[AnyArray, "B L Hkv Dv"],
+    attention_mask: Bool[AnyArray, "B heads S L"] | None = None,
+    bias: Float[AnyArray, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[AnyArray, "B heads S L"]] | None = None,
+    deterministic: bool = True,
+    dropout_rng: DropoutKey | None = None,
+    softmax_aux: Float[AnyArray, "heads sinks"] | Float[AnyArray, " sinks"] | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    *,
+    cu_seqlens: Borders | None = None,
+    cu_seqlens_kv: Borders | None = None,
+    query_offset: int | Int[AnyArray, "*rows"] = 0,
+    return_lse: Literal[True],
+    block_sizes: tuple[int, int] | None = None,
+    platform: str | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attention(*args: Any, return_lse: bool, **options: Any) -> Array | tuple[Array, Array]: ...
+@public  # type: ignore[misc]  # the overload for a flag that is not known when typing takes anything else
+def flash_attention(
+    query: Float[AnyArray, "B S H D"],
+    key: Float[AnyArray, "B L Hkv D"],
+    value: Float[AnyArray, "B L Hkv Dv"],
+    attention_mask: Bool[AnyArray, "B heads S L"] | None = None,
+    bias: Float[AnyArray, "B heads S L"] | None = None,
+    init_bias: Callable[[], Float[AnyArray, "B heads S L"]] | None = None,
+    deterministic: bool = True,
+    dropout_rng: DropoutKey | None = None,
+    softmax_aux: Float[AnyArray, "heads sinks"] | Float[AnyArray, " sinks"] | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    *,
+    cu_seqlens: Borders | None = None,
+    cu_seqlens_kv: Borders | None = None,
+    query_offset: int | Int[AnyArray, "*rows"] = 0,
     return_lse: bool = False,
     block_sizes: tuple[int, int] | None = None,
     platform: str | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Softmax attention that never holds all its weights: memory grows with the tokens, not with their square.
 
-    The output of `attention` for the same arguments, dropout included, computed a block of queries and keys at a time
-    with the online softmax. Two things differ: the output has the query's dtype unless another is given, and
-    `attention_mask` and `bias` given together both apply. Keys that causality, the window or packing put out of sight
-    cost nothing, or little with few queries on a CPU. Gradients recompute the scores; nothing of size `S × L` exists
-    forward or backward but a mask or a bias given as one.
+    It returns the query's dtype, float32 for float32, unless `dtype` says otherwise; `attention` returns bfloat16.
+    Otherwise its output is that of `attention` for the same arguments, dropout included, computed a block of queries
+    and keys at a time with the online softmax; `attention_mask` and `bias` given together both apply. Keys that
+    causality, the window or packing put out of sight cost nothing, or little with few queries on a CPU. Gradients
+    recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a bias given as one.
 
     A NaN or inf in one row or packed sequence never reaches another.
 
     Args:
-        query: `[B, S, H, D]`; packed, `[1, S, H, D]` or `[S, H, D]`.
-        key: `[B, L, Hkv, D]`, and packed likewise.
-        value: `[B, L, Hkv, Dv]`, and packed likewise.
-        attention_mask: As in `attention`, and never ignored; packed, `[1, heads, S, L]` of the whole stream, also
-            where the query has rank 3.
-        bias: As in `attention`, and packed likewise. Its gradient has its shape.
-        init_bias: As in `attention`.
-        deterministic: As in `attention`.
-        dropout_rng: As in `attention`. What is dropped depends on the key and the weight's place alone.
-        softmax_aux: As in `attention`.
-        softmax_scale: As in `attention`. An array makes the query float32, which cuDNN does not take.
-        logits_soft_cap: As in `attention`.
+        query: `[B, S, H, D]`. Packed, `[1, S, H, D]` or `[S, H, D]`.
+        key: `[B, L, Hkv, D]`, `H` a multiple of `Hkv`: key/value head `j` serves query heads `j·H/Hkv …`. Packed like
+            the query.
+        value: `[B, L, Hkv, Dv]`. Packed like the query.
+        attention_mask: bool `[B, H | Hkv | 1, S, L]`, True where the query may attend; any axis may be 1 and is
+            broadcast. Packed, `[1, heads, S, L]` of the whole stream, also where the query has rank 3.
+        bias: `[B, H | Hkv | 1, S, L]`, added to the scores and broadcast likewise; may hold `-inf`. Packed like the
+            mask. Its gradient has its shape.
+        init_bias: Called for a bias if neither `attention_mask` nor `bias` is given.
+        deterministic: Leaves dropout out.
+        dropout_rng: The key that dropout draws with, from `jax.random.key` or `jax.random.PRNGKey`. What is dropped
+            depends on the key and the weight's place alone.
+        softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator. `[H]` is `H`
+            sinks that all heads share; one sink a head, which models store so, is `sinks[:, None]`.
+        softmax_scale: What scores are multiplied by; `None` is `D**-0.5`. An array (a learned scale, say) has a
+            gradient. It makes the query float32, which cuDNN does not take.
+        logits_soft_cap: Bends scores towards `±logits_soft_cap`; above 0, or `None` for no cap.
         dtype: Of the output; `None` is the query's.
-        softmax_dtype: As in `attention`.
-        dropout_prob: As in `attention`.
-        causal: As in `attention`; packed, positions count from 0 in every sequence.
-        sliding_window: As in `attention`, and packed likewise.
+        softmax_dtype: What the softmax is computed in; `None` is float32, or float64 where an input is float64.
+        dropout_prob: In `[0, 1)`. Every weight is dropped by a draw of its own; kept ones are divided by
+            `1 - dropout_prob`.
+        causal: A query sees keys up to its own position, both counted from 0. Packed, positions count from 0 in every
+            sequence.
+        sliding_window: `w` or `(left, right)`: query `q` sees keys `q - left … q + right`. Packed, positions count from
+            0 in every sequence.
         cu_seqlens: `[N + 1]`, where each of `N` packed sequences of queries begins and the last ends. Sequences may be
             empty. Queries past the end are padding: output 0, no gradient, no effect.
         cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.

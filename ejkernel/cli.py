@@ -1,4 +1,4 @@
-"""The `ejkernel` command: `info`, `bench` and `demo`."""
+"""The `ejkernel` command: `info`, `check`, `bench` and `demo`."""
 
 import argparse
 import importlib.metadata
@@ -11,6 +11,7 @@ from ejkernel._command_line import no_device, quietly
 
 EXAMPLES = """examples:
   ejkernel info              what is installed, and what will run where
+  ejkernel check             compare every op that runs here with its definition, in two minutes
   ejkernel bench --quick     time the ops against their peers, for a minute or two
   ejkernel bench --help      what else it can be asked
   ejkernel demo              train a small language model and write demo/report.html
@@ -40,6 +41,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="versions, devices, and which implementation serves each op")
     info.set_defaults(run=_info)
+    check = commands.add_parser("check", help="compare every op that runs here with its definition", add_help=False)
+    check.set_defaults(run=_check)
     # these have options of their own; the demo's cannot even be asked for before it is known to be installed
     bench = commands.add_parser("bench", help="time the ops against their peers on this machine", add_help=False)
     bench.set_defaults(run=_bench)
@@ -49,6 +52,12 @@ def _run(arguments: Sequence[str] | None) -> int:
     if rest and options.command == "info":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options.run(rest)
+
+
+def _check(rest: list[str]) -> int:
+    from ejkernel.check import main as run
+
+    return run(rest, prog="ejkernel check")
 
 
 def _bench(rest: list[str]) -> int:
@@ -87,6 +96,7 @@ def _report() -> Iterator[str]:
     yield from (f"  {device.id}: {device.platform}, {device.device_kind}" for device in jax.devices())
     yield "implementations, for a call of ordinary size"
     yield from _served()
+    yield "No TPU chip has run the kernels for TPUs yet: on a TPU, run ejkernel check first."
 
 
 def _served() -> Iterator[str]:

@@ -1,26 +1,32 @@
 """The delta rule: linear attention that corrects what its memory recalls, with no gate, one a head or one a key dim."""
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _bind, _checks
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
+from ejkernel._front import public
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
 
 Result = tuple[jax.Array, jax.Array]
 
 
+@public
 def delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     normalize: bool = False,
     platform: str | None = None,
@@ -33,13 +39,13 @@ def delta_rule(
         o_t = softmax_scale * S_tᵀ q_t
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`:
-            head `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any
-            value is legal.
-        softmax_scale: `None` means `K ** -0.5`.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
@@ -70,16 +76,17 @@ def delta_rule(
     return _run(arrays, "none", softmax_scale, reverse, normalize, platform)
 
 
+@public
 def gated_delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     normalize: bool = False,
     platform: str | None = None,
@@ -89,8 +96,29 @@ def gated_delta_rule(
         S' = exp(g_t) * S_{t-1}
         S_t = S' + beta_t * k_t (v_t - S'ᵀ k_t)ᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays), a log decay: 0 keeps, `-inf` forgets everything. The
-    rest is as in `delta_rule`, errors too.
+    Errors are those of `delta_rule`.
+
+    Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -102,16 +130,17 @@ def gated_delta_rule(
     return _run(arrays, "head", softmax_scale, reverse, normalize, platform)
 
 
+@public
 def kda(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     normalize: bool = False,
     platform: str | None = None,
@@ -121,8 +150,28 @@ def kda(
         S' = exp(g_t)[:, None] * S_{t-1}
         S_t = S' + beta_t * k_t (v_t - S'ᵀ k_t)ᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    `g` is `[B, T, H, K]` (packed: `[T, H, K]` for unbatched arrays), log decays: 0 keeps, `-inf` forgets everything.
-    The rest is as in `delta_rule`, errors too.
+    Errors are those of `delta_rule`.
+
+    Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -137,7 +186,7 @@ def kda(
 def _run(
     arrays: _checks.DeltaRule,
     decay: Decay,
-    softmax_scale: float | jax.Array | None,
+    softmax_scale: float | AnyArray | None,
     reverse: bool,
     normalize: bool,
     platform: str | None,
@@ -150,7 +199,7 @@ def _run(
 def bind(
     arrays: _checks.DeltaRule,
     decay: Decay,
-    softmax_scale: float | jax.Array | None,
+    softmax_scale: float | AnyArray | None,
     reverse: bool,
     normalize: bool,
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:

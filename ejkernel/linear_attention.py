@@ -1,12 +1,17 @@
 """Linear attention: one gated recurrence and the ops that differ from it only in how their memory fades."""
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from ejkernel import _bind, _checks, _sharding
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
+from ejkernel._front import public
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.xla_utils.utils import prepare_sequence_ids
@@ -14,18 +19,19 @@ from ejkernel.xla_utils.utils import prepare_sequence_ids
 Result = tuple[jax.Array, jax.Array]
 
 
+@public
 def recurrent(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    gk: jax.Array | None = None,
-    gv: jax.Array | None = None,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray | None = None,
+    g_gamma: AnyArray | None = None,
+    gk: AnyArray | None = None,
+    gv: AnyArray | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -47,7 +53,7 @@ def recurrent(
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         gk: Like `g`, and added to it.
         gv: Log decay of each value dim, `[B, T, H, V]`, or `[B, T, H, 1]`.
-        softmax_scale: `None` means `K ** -0.5`.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
@@ -84,15 +90,15 @@ def recurrent(
 
 
 def _run(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    softmax_scale: float | jax.Array | None,
-    initial_state: jax.Array | None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None,
+    initial_state: AnyArray | None,
     reverse: bool,
-    cu_seqlens: _checks.Borders | None,
+    cu_seqlens: Borders | None,
     platform: str | None,
-    **gates: jax.Array | None,
+    **gates: AnyArray | None,
 ) -> Result:
     """`recurrent` with these of its gates."""
     arrays = _checks.linear_attention(query, key, value, initial_state=initial_state, borders=cu_seqlens, **gates)
@@ -102,7 +108,7 @@ def _run(
 
 
 def bind(
-    arrays: _checks.LinearAttention, softmax_scale: float | jax.Array | None, reverse: bool
+    arrays: _checks.LinearAttention, softmax_scale: float | AnyArray | None, reverse: bool
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
     """What the cores are called with."""
     value, gv = arrays.value, arrays.gv
@@ -140,16 +146,17 @@ def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None
     return ("head", log_decay[..., 0]) if log_decay.shape[-1] == 1 else ("key", log_decay)
 
 
+@public
 def recurrent_gla(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray | None = None,
+    g_gamma: AnyArray | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -157,7 +164,28 @@ def recurrent_gla(
 
         S_t = exp(g_t + g_gamma)[:, None] * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    Arguments, results and errors are those of `recurrent`.
+    Errors are those of `recurrent`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -168,15 +196,16 @@ def recurrent_gla(
     return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, **gates)
 
 
+@public
 def simple_gla(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -184,8 +213,27 @@ def simple_gla(
 
         S_t = exp(g_t) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    `g` is `[B, T, H]` (packed: `[T, H]` for unbatched arrays); any other shape is a `ValueError`. The rest is as in
-    `recurrent`, errors too.
+    Errors are those of `recurrent`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -196,14 +244,15 @@ def simple_gla(
     return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g=g)
 
 
+@public
 def retention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -211,7 +260,25 @@ def retention(
 
         S_t = (1 - 2**(-5 - h)) * S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t        for head h = 0 … H-1
 
-    Arguments, results and errors are those of `recurrent`.
+    Errors are those of `recurrent`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -222,22 +289,23 @@ def retention(
     return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g_gamma=g_gamma)
 
 
-def retention_decay(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def retention_decay(query: AnyArray, key: AnyArray, value: AnyArray) -> jax.Array:
     """`g_gamma` of `retention`, `[H]`."""
     heads = _checks.heads(query, key, value)
     return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), _checks.state_dtype(query))
 
 
+@public
 def lightning_attn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
     layer_idx: ArrayLike,
     num_layers: int,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -246,8 +314,28 @@ def lightning_attn(
         S_t = exp(-(8 / H) * (1 - layer_idx / num_layers) * h) * S_{t-1} + k_t v_tᵀ        for head h = 0 … H-1
         o_t = softmax_scale * S_tᵀ q_t
 
-    `layer_idx` may be traced, as in a scan over layers; `num_layers` below 1 is a `ValueError`. The rest is as in
-    `recurrent`, errors too.
+    Errors are those of `recurrent`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
+            layers.
+        num_layers: How many layers there are, an int of at least 1.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -259,7 +347,7 @@ def lightning_attn(
 
 
 def lightning_decay(
-    query: jax.Array, key: jax.Array, value: jax.Array, layer_idx: ArrayLike, num_layers: int
+    query: AnyArray, key: AnyArray, value: AnyArray, layer_idx: ArrayLike, num_layers: int
 ) -> jax.Array:
     """`g_gamma` of `lightning_attn`, `[H]`."""
     heads, dtype = _checks.heads(query, key, value), _checks.state_dtype(query)
@@ -267,14 +355,15 @@ def lightning_decay(
     return -(8 / max(heads, 1)) * depth * jnp.arange(heads, dtype=dtype)
 
 
+@public
 def linear_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     platform: str | None = None,
 ) -> Result:
@@ -282,7 +371,25 @@ def linear_attention(
 
         S_t = S_{t-1} + k_t v_tᵀ,    o_t = softmax_scale * S_tᵀ q_t
 
-    Arguments, results and errors are those of `recurrent`.
+    Errors are those of `recurrent`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax.numpy as jnp

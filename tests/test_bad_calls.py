@@ -64,7 +64,7 @@ def test_there_are_enough():
     for module, prefix in ((ejkernel, ""), (ejkernel.xla_utils, ""), (ejkernel.parallel, "parallel.")):
         functions = {each for each in module.__all__ if callable(getattr(module, each)) and each[0].islower()}
         missing = {prefix + each for each in functions} - covered
-        assert missing <= {"cdiv"}, missing
+        assert missing <= {"cdiv", "debug"}, missing
 
 
 def test_no_assert_guards_input():

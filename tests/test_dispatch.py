@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import ejkernel
 from ejkernel import _dispatch
 from ejkernel._dispatch import (
     Explanation,
@@ -22,6 +23,7 @@ from ejkernel._dispatch import (
     explain,
     pinned,
 )
+from ejkernel.kernels import _launch
 
 X = np.array([1.0, 2.0], np.float32)
 RUNS = []
@@ -279,3 +281,39 @@ def test_records_cannot_be_changed():
     for record, name in ((PLAIN, "name"), (Explanation({}, {}), "chosen")):
         with pytest.raises(FrozenInstanceError):
             setattr(record, name, None)
+
+
+WIDE = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "device, platform, chosen",
+    [
+        ("h100", "cuda", "cudnn"),
+        ("NVIDIA H200", "cuda", "cudnn"),
+        ("b200", "cuda", "cudnn"),
+        ("A100", "cuda", "triton"),  # on which cuDNN has no head dim above 128
+        ("rtx 4090", "cuda", "triton"),
+        ("cpu", "default", "xla"),
+    ],
+)
+def test_explain_answers_for_a_device_that_is_not_here(device, platform, chosen):
+    explanation = ejkernel.explain(ejkernel.flash_attention, WIDE, WIDE, WIDE, causal=True, device=device)
+    assert explanation.chosen == {platform: chosen}
+    assert ("with the extra cuda installed" in str(explanation)) == (platform == "cuda")
+    assert set(explanation.refused) <= {"cudnn"}
+    # and nothing is assumed any longer
+    here = ejkernel.explain(ejkernel.flash_attention, WIDE, WIDE, WIDE, causal=True)
+    assert here.device == "" and (_launch.capability() is not None or "triton" in here.refused)
+
+
+def test_explain_answers_for_tpus():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.bfloat16)
+    assert str(ejkernel.explain(ejkernel.retention, x, x, x, device="TPU v5e")) == "on TPU v5e: pallas"
+    with pytest.raises(PlatformError, match="platform: 'pallas' does not run on h100"):
+        ejkernel.explain(ejkernel.retention, x, x, x, platform="pallas", device="h100")
+
+
+def test_explain_knows_its_devices():
+    with pytest.raises(ValueError, match="device: got 'mi300'; expected one of a100, "):
+        ejkernel.explain(ejkernel.retention, WIDE, WIDE, WIDE, device="mi300")

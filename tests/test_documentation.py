@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -30,6 +31,9 @@ BLOCKS = [
 def test_docstrings(name):
     module = importlib.import_module(name)
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    # decorated functions too, which are told to be the module's own by what they wrap
+    decorated = {key: inspect.unwrap(x) for key, x in vars(module).items() if hasattr(x, "__wrapped__")}
+    module.__test__ = {key: x for key, x in decorated.items() if getattr(x, "__module__", "") == name}
     assert doctest.testmod(module, optionflags=flags).failed == 0
 
 
@@ -141,6 +145,23 @@ def test_comparisons_are_what_was_measured(pages):
         assert [row for row in pages["peers.html"].rows if row and row[0] == op], f"{op} stands beside nothing"
 
 
+def test_the_readme_and_the_start_page_say_the_same_of_why():
+    readme, start = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    why = re.search(r"^## Why this one$.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)[0]
+    assert why in start
+    rows = {row["name"]: row for each in ("linear_recurrence_h200", "delta_rule_h200") for row in measured(each)}
+    names = {
+        "recurrent_gla": "gla",
+        "simple_gla": "simple_gla",
+        "retention": "g_gamma",
+        "delta_rule": "delta",
+        "kda": "kda",
+    }
+    for op, name in names.items():
+        ours, theirs = rows[f"{name}-backward"]["ms"], rows[f"{name}-backward"]["fla_ms"]
+        assert f"| {op} | {ours:.2f} ms | {theirs:.2f} ms | {theirs / ours:.1f} |" in why
+
+
 def measured(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
 
@@ -163,7 +184,7 @@ def documented(path):
 def test_every_op_has_a_page_with_its_own_reference(site):
     for name in ejkernel.__all__:
         public = getattr(ejkernel, name)
-        if callable(public) and not isinstance(public, type) and name != "explain":
+        if callable(public) and not isinstance(public, type) and name not in ("debug", "explain"):
             assert documented(site[f"ops/{name}.html"]) == [name]
             assert "<!-- support" not in site[f"ops/{name}.html"].read_text(), f"{name}: no table"
 

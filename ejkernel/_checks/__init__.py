@@ -3,7 +3,7 @@
 Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Code below the fronts trusts what passed.
 """
 
-from ejkernel._checks.arrays import array, factor, floating, grouped_heads, scalar, time_series, unbatched
+from ejkernel._checks.arrays import AnyArray, array, factor, floating, grouped_heads, scalar, time_series, unbatched
 from ejkernel._checks.delta_rule import DeltaRule, delta_rule
 from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mesh_axis, ring_slices
 from ejkernel._checks.packing import Borders, cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
@@ -42,6 +42,7 @@ from ejkernel._checks.values import (
 from ejkernel._checks.wording import Dims, fail, is_concrete, warn
 
 __all__ = [
+    "AnyArray",
     "Borders",
     "DeltaRule",
     "Dims",

@@ -10,6 +10,9 @@ import numpy as np
 from ejkernel._checks.values import precision, real
 from ejkernel._checks.wording import Dims, fail
 
+# What callers may give for an array.
+AnyArray = jax.Array | np.ndarray
+
 
 def array(argument: str, x: Any) -> jax.Array:
     """`x` as a JAX array; anything that is no array (a list, `None`, a string) is a `TypeError`."""

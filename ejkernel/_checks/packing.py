@@ -33,11 +33,12 @@ def cu_seqlens(cu: Any, total_tokens: int | None = None, argument: str = "cu_seq
         limit, why = np.iinfo(result.dtype).max, f"what {result.dtype} counts"
         if total_tokens is not None:
             limit, why = total_tokens, f"the {total_tokens} tokens there are"
-        _border_values(argument, np.asarray(cu), limit, why)
+        border_values(argument, np.asarray(cu), limit, why)
     return result
 
 
-def _border_values(argument: str, borders: np.ndarray, limit: int, why: str) -> None:
+def border_values(argument: str, borders: np.ndarray, limit: int, why: str) -> None:
+    """Borders start at 0, never decrease and end at most at `limit`, which is `why`."""
     if borders[0] != 0:
         fail(argument, f"first value {borders[0]}", "0")
     # not by their difference, which unsigned numbers do not have

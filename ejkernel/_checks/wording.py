@@ -13,12 +13,12 @@ def fail(argument: str, got: object, expected: str) -> NoReturn:
     raise ValueError(f"{argument}: got {got}; expected {expected}")
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns the caller of the library, however many of its own functions lie between."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ejkernel":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def is_concrete(x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The ops in float64, one row and head, to measure errors with: the scan over tokens, or softmax as it is defined."""
+"""The ops in float64, to measure errors with: the scan over tokens, or softmax as it is defined."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,11 @@ def of_head(op: Op, arrays: Mapping[str, np.ndarray], head: int, heads: int, ups
         gamma = None if op.log_decay is None else jnp.asarray(op.log_decay(heads)[head : head + 1], jnp.float64)
 
         def run(inputs: dict[str, jax.Array]) -> jax.Array:
-            return _softmax(**inputs) if op.core == "softmax" else token_scan(**inputs, g_gamma=gamma)[0]
+            return (
+                _softmax(inputs["query"], inputs["key"], inputs["value"])
+                if op.core == "softmax"
+                else token_scan(**inputs, g_gamma=gamma)[0]
+            )
 
         if upstream is None:
             results = {"output": run(inputs)}
@@ -29,6 +33,38 @@ def of_head(op: Op, arrays: Mapping[str, np.ndarray], head: int, heads: int, ups
             output, pull = jax.vjp(run, inputs)
             results = {"output": output, **pull(jnp.asarray(upstream, jnp.float64)[None, :, None])[0]}
         return {name: np.asarray(x)[0, :, 0] for name, x in results.items()}
+
+
+def of_call(
+    op: Op, arrays: Mapping[str, jax.Array], upstream: jax.Array, borders: Sequence[int] | None = None
+) -> Results:
+    """The output of a whole small call, its final state if it has one, and its gradients, by name."""
+    with jax.enable_x64(True), _on_a_cpu():
+        inputs = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
+        _, tokens, heads, _ = inputs["query"].shape
+        # which sequence each token is in
+        sequence = np.searchsorted(np.asarray([0] if borders is None else borders), np.arange(tokens), "right")
+        gamma = None if op.log_decay is None else jnp.asarray(op.log_decay(heads), jnp.float64)
+        run = _whole_softmax if op.core == "softmax" else _whole_scan
+        results = run(inputs, jnp.asarray(np.asarray(upstream), jnp.float64), jnp.asarray(sequence), gamma)
+        return {name: np.asarray(x) for name, x in results.items()}
+
+
+@jax.jit
+def _whole_scan(
+    inputs: dict[str, jax.Array], upstream: jax.Array, sequence: jax.Array, gamma: jax.Array | None
+) -> dict[str, jax.Array]:
+    first = jnp.diff(sequence, prepend=0) > 0
+    output, pull, state = jax.vjp(lambda x: token_scan(**x, first=first, g_gamma=gamma), inputs, has_aux=True)
+    return {"output": output, "final state": state, **pull(upstream)[0]}
+
+
+@jax.jit
+def _whole_softmax(
+    inputs: dict[str, jax.Array], upstream: jax.Array, sequence: jax.Array, gamma: None
+) -> dict[str, jax.Array]:
+    output, pull = jax.vjp(lambda x: _softmax(x["query"], x["key"], x["value"], sequence), inputs)
+    return {"output": output, **pull(upstream)[0]}
 
 
 def _on_a_cpu() -> contextlib.AbstractContextManager[object]:
@@ -39,9 +75,13 @@ def _on_a_cpu() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
-def _softmax(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _softmax(query: jax.Array, key: jax.Array, value: jax.Array, sequence: jax.Array | None = None) -> jax.Array:
+    """Causal, and within each sequence if `sequence [T]` tells several apart."""
     scores = query.shape[-1] ** -0.5 * jnp.einsum("bshd,blhd->bhsl", query, key)
-    weights = jax.nn.softmax(jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -jnp.inf))
+    seen = jnp.tri(query.shape[1], dtype=bool)
+    if sequence is not None:
+        seen &= sequence[:, None] == sequence
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bhsl,blhd->bshd", weights, value)
 
 

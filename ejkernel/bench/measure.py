@@ -62,7 +62,7 @@ def measure(
 
 
 def _implementation(op: Op, arrays: Arrays) -> str:
-    chosen = explain(op.output, **arrays).chosen
+    chosen = explain(lambda: op.output(**arrays)).chosen
     return chosen.get(_default_platform(), chosen.get("default", ""))
 
 

@@ -17,7 +17,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
 body { color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.6rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-svg { display: block; width: 100%; max-width: 32rem; height: auto; box-sizing: border-box; margin: 1rem 0 }
+svg { display: block; width: 100%; height: auto; box-sizing: border-box; margin: 1rem 0 }
 svg { border: 1px solid var(--line); border-radius: 4px }
 table { border-collapse: collapse } td { padding: .25rem 1.5rem .25rem 0; vertical-align: top }
 td + td { white-space: nowrap; padding-right: 0; text-align: right; font-variant-numeric: tabular-nums }
@@ -92,7 +92,7 @@ keys and values <code>[H, L, D]</code>, which is the fastest that we know of.</p
 {cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
 {cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
 <h2>A sample</h2>
-<p>The grey part was given.</p>
+<p>The grey part was given. A colon tells where somebody is, a question mark asks for it and is answered.</p>
 <pre>{text}</pre>
 </body></html>
 """
@@ -136,4 +136,5 @@ def cost_plot(
 
 
 def _readable(text: bytes) -> str:
-    return text.decode("ascii", "replace").lstrip()
+    """Whole sentences, less the line that opens a document."""
+    return text[: text.rfind(b"\n") + 1].decode("ascii", "replace").lstrip()

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
 from ejkernel.kernels import _pallas, _varying
 
@@ -64,18 +65,24 @@ def _jax_triton() -> Any:
     return module
 
 
-@functools.cache
 def unavailable() -> str | None:
     """Why Triton kernels cannot be launched here, or `None` if they can."""
+    if (device := _devices.assumed.get()) is not None and device.platform == "cuda":
+        return None
     if capability() is None:
         return "no NVIDIA GPU here to compile for"
     module = _jax_triton()
     return f"needs Triton and jax-triton, {INSTALL} ({module})" if isinstance(module, str) else None
 
 
-@functools.cache
 def capability() -> int | None:
     """Compute capability of the first NVIDIA GPU, as in 90 for 9.0; `None` without one."""
+    device = _devices.assumed.get()
+    return _capability_here() if device is None else device.capability
+
+
+@functools.cache
+def _capability_here() -> int | None:
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:

@@ -3,6 +3,9 @@
 A slice of the tokens multiplies a state by a matrix `[K, K]`.
 """
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 
@@ -11,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _checks
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import Implementation
+from ejkernel._front import public
 from ejkernel.delta_rule import bind
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
@@ -23,15 +28,16 @@ from ejkernel.parallel._tokens import Arrays, Result
 PER_TOKEN = ("query", "key", "value", "beta", "g")
 
 
+@public
 def delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
@@ -46,11 +52,27 @@ def delta_rule(
     mesh stay as JAX has them.
 
     Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
 
-    The other arguments are `ejkernel.delta_rule`'s, `cu_seqlens` counting the tokens of the whole stream: packed
-    sequences may straddle devices.
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -69,29 +91,118 @@ def delta_rule(
     return _spread(WITHOUT_GATE, arrays, axis_name, mesh, *options)
 
 
+@public
 def gated_delta_rule(
-    query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, **options: Any
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    normalize: bool = False,
+    platform: str | None = None,
 ) -> Result:
-    """`ejkernel.gated_delta_rule` with the tokens sharded over a mesh axis; `options` are `delta_rule`'s here."""
-    return _spread(GATE_PER_HEAD, {"query": query, "key": key, "value": value, "g": g, "beta": beta}, **options)
+    """`ejkernel.gated_delta_rule` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.delta_rule` is.
+
+    Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    return _spread(GATE_PER_HEAD, arrays, axis_name, mesh, *options)
 
 
-def kda(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, **options: Any) -> Result:
-    """`ejkernel.kda` with the tokens sharded over a mesh axis; `options` are `delta_rule`'s here."""
-    return _spread(GATE_PER_KEY, {"query": query, "key": key, "value": value, "g": g, "beta": beta}, **options)
+@public
+def kda(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    beta: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    normalize: bool = False,
+    platform: str | None = None,
+) -> Result:
+    """`ejkernel.kda` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.delta_rule` is.
+
+    Args:
+        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
+            `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`.
+        value: `[B, T, ·, V]`.
+        g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
+        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
+            is legal.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    return _spread(GATE_PER_KEY, arrays, axis_name, mesh, *options)
 
 
 def _spread(
     recurrence: _tokens.Recurrence,
     arrays: Arrays,
     axis_name: str,
-    mesh: jax.sharding.Mesh | None = None,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
-    normalize: bool = False,
-    platform: str | None = None,
+    mesh: jax.sharding.Mesh | None,
+    softmax_scale: float | AnyArray | None,
+    initial_state: AnyArray | None,
+    reverse: bool,
+    cu_seqlens: Borders | None,
+    normalize: bool,
+    platform: str | None,
 ) -> Result:
     arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize}

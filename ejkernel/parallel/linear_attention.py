@@ -3,6 +3,9 @@
 A slice of the tokens multiplies a state by a decay. Its logarithm travels, since a huge one must leave zeros alone.
 """
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -11,7 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ejkernel import _checks
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import Implementation
+from ejkernel._front import public
 from ejkernel.kernels import _phases
 from ejkernel.kernels.chunks.first_gates import decayed
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
@@ -26,18 +31,19 @@ LogDecays = tuple[jax.Array, jax.Array]  # over key dims and over value dims, be
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
 
+@public
 def recurrent(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    gk: jax.Array | None = None,
-    gv: jax.Array | None = None,
-    softmax_scale: float | jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray | None = None,
+    g_gamma: AnyArray | None = None,
+    gk: AnyArray | None = None,
+    gv: AnyArray | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
     reverse: bool = False,
-    cu_seqlens: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
     *,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
@@ -51,11 +57,30 @@ def recurrent(
     axes of the mesh stay as JAX has them.
 
     Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
+        gk: Like `g`, and added to it.
+        gv: Log decay of each value dim, `[B, T, H, V]`, or `[B, T, H, 1]`.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
 
-    The other arguments are `ejkernel.recurrent`'s, `cu_seqlens` counting the tokens of the whole stream: packed
-    sequences may straddle devices.
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -66,53 +91,263 @@ def recurrent(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+
+
+def _spread(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None,
+    initial_state: AnyArray | None,
+    reverse: bool,
+    cu_seqlens: Borders | None,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None,
+    platform: str | None,
+    **gates: AnyArray | None,
+) -> Result:
+    """`recurrent` with these of its gates."""
     arrays = {
         "query": query,
         "key": key,
         "value": value,
-        "g": g,
-        "gk": gk,
-        "gv": gv,
-        "g_gamma": g_gamma,
         "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
+        **gates,
     }
     options = {"softmax_scale": softmax_scale, "reverse": reverse}
     return _tokens.spread(RECURRENCE, arrays, options, axis_name, mesh, platform)
 
 
+@public
 def recurrent_gla(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    **options: Any,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray | None = None,
+    g_gamma: AnyArray | None = None,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
 ) -> Result:
-    """`ejkernel.recurrent_gla` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, g, g_gamma, **options)
+    """`ejkernel.recurrent_gla` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.recurrent` is.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options, g=g, g_gamma=g_gamma)
 
 
-def simple_gla(query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, **options: Any) -> Result:
-    """`ejkernel.simple_gla` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, _checks.gate_per_head(g, query, key, value), **options)
+@public
+def simple_gla(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    g: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
+) -> Result:
+    """`ejkernel.simple_gla` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.recurrent` is.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
+            `-inf` forgets everything.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options, g=_checks.gate_per_head(g, query, key, value))
 
 
-def retention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
-    """`ejkernel.retention` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
+@public
+def retention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
+) -> Result:
+    """`ejkernel.retention` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.recurrent` is.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options, g_gamma=retention_decay(query, key, value))
 
 
+@public
 def lightning_attn(
-    query: jax.Array, key: jax.Array, value: jax.Array, layer_idx: ArrayLike, num_layers: int, **options: Any
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    layer_idx: ArrayLike,
+    num_layers: int,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
 ) -> Result:
-    """`ejkernel.lightning_attn` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, g_gamma=lightning_decay(query, key, value, layer_idx, num_layers), **options)
+    """`ejkernel.lightning_attn` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.recurrent` is.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
+            layers.
+        num_layers: How many layers there are, an int of at least 1.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options, g_gamma=g_gamma)
 
 
-def linear_attention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Result:
-    """`ejkernel.linear_attention` with the tokens sharded over a mesh axis; `options` are those of `recurrent` here."""
-    return recurrent(query, key, value, **options)
+@public
+def linear_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None = None,
+    initial_state: AnyArray | None = None,
+    reverse: bool = False,
+    cu_seqlens: Borders | None = None,
+    *,
+    axis_name: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
+) -> Result:
+    """`ejkernel.linear_attention` with the tokens sharded over a mesh axis, in one exchange forward and one backward.
+
+    With and without `mesh` it is called as `parallel.recurrent` is.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
+            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
+            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        reverse: Visit the tokens last to first; the final state is then the one after token 0.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
+            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
+            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
+            straddle devices.
+        axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
+        mesh: The mesh, or `None` inside a `shard_map`.
+        platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+
+    Returns:
+        The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
+        `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
+    """
+    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    return _spread(query, key, value, *options)
 
 
 def _check(arrays: Arrays) -> _checks.LinearAttention:

@@ -4,6 +4,9 @@ Keys and values travel around the ring of devices; each device attends to those 
 by their parts of the softmax. The backward pass sends them around again, and their gradients along with them.
 """
 
+# aliases are shown by their names, not spelled out
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +19,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ejkernel import _checks, _sharding
+from ejkernel._checks import AnyArray, Borders
+from ejkernel._front import public
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
@@ -25,23 +30,24 @@ from ejkernel.kernels.attention.xla import blocks as xla_blocks
 from ejkernel.parallel._ring import Ring, plan
 
 
+@public
 def flash_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
     *,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     layout: Literal["contiguous", "balanced"] = "contiguous",
-    softmax_aux: Array | None = None,
-    softmax_scale: float | Array | None = None,
+    softmax_aux: AnyArray | None = None,
+    softmax_scale: float | AnyArray | None = None,
     logits_soft_cap: float | None = None,
     dtype: DTypeLike | None = None,
     softmax_dtype: DTypeLike | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
-    cu_seqlens: _checks.Borders | None = None,
-    cu_seqlens_kv: _checks.Borders | None = None,
+    cu_seqlens: Borders | None = None,
+    cu_seqlens_kv: Borders | None = None,
 ) -> Array:
     """`ejkernel.flash_attention` with queries, keys and values sharded over a mesh axis by their tokens.
 
@@ -53,15 +59,36 @@ def flash_attention(
     reaches; of a window shorter than a slice, only the tokens within its reach go to the neighbours. A device holds its
     own slice and one visiting, however many devices there are, forward and backward.
 
+    Gradients are exact, of the first order only.
+
     Args:
+        query: `[B, S, H, D]`. Packed, `[1, S, H, D]` or `[S, H, D]`.
+        key: `[B, L, Hkv, D]`, `H` a multiple of `Hkv`: key/value head `j` serves query heads `j·H/Hkv …`. Packed like
+            the query.
+        value: `[B, L, Hkv, Dv]`. Packed like the query.
         axis_name: The mesh axis that the tokens are sharded over; the number of tokens is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         layout: `"contiguous"`: device `i` holds the `i`-th slice of the tokens. `"balanced"`: the tokens were brought
             by `to_balanced` into the order in which device `i` holds slices `i` and `2P-1-i` of `2P`, which gives all
             devices the same work under causality. What comes back is in the same order.
+        softmax_aux: `[H | Hkv | 1, sinks]` or `[sinks]`, logits that only take part in the denominator. `[H]` is `H`
+            sinks that all heads share; one sink a head, which models store so, is `sinks[:, None]`.
+        softmax_scale: What scores are multiplied by; `None` is `D**-0.5`. An array (a learned scale, say) has a
+            gradient.
+        logits_soft_cap: Bends scores towards `±logits_soft_cap`; above 0, or `None` for no cap.
+        dtype: Of the output; `None` is the query's.
+        softmax_dtype: What the softmax is computed in; `None` is float32, or float64 where an input is float64.
+        causal: A query sees keys up to its own position, both counted from 0. Packed, positions count from 0 in every
+            sequence.
+        sliding_window: `w` or `(left, right)`: query `q` sees keys `q - left … q + right`. Packed, positions count from
+            0 in every sequence.
+        cu_seqlens: `[N + 1]`, where each of `N` packed sequences of queries begins and the last ends. Sequences may be
+            empty. Queries past the end are padding: output 0, no gradient, no effect. It counts the tokens of the whole
+            stream in their original order: packed sequences may straddle devices.
+        cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.
 
-    The other arguments are `ejkernel.flash_attention`'s. `cu_seqlens` counts the tokens of the whole stream in their
-    original order: packed sequences may straddle devices. Gradients are exact, of the first order only.
+    Returns:
+        The output, `[B, S, H, Dv]` or packed `[S, H, Dv]` as the query came.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -108,8 +135,14 @@ def flash_attention(
     return output[0] if unbatched else output
 
 
-def to_balanced(x: Array, devices: int, axis: int = 1) -> Array:
+@public
+def to_balanced(x: AnyArray, devices: int, axis: int = 1) -> Array:
     """Tokens of `x` along `axis`, in the order that `layout="balanced"` wants: each device an early and a late slice.
+
+    Args:
+        x: An array with a dimension of tokens, a multiple of `2 * devices`.
+        devices: How many devices the mesh axis has.
+        axis: Which dimension of `x` that is.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -119,8 +152,14 @@ def to_balanced(x: Array, devices: int, axis: int = 1) -> Array:
     return _reordered(x, _balanced(devices), axis)
 
 
-def from_balanced(x: Array, devices: int, axis: int = 1) -> Array:
+@public
+def from_balanced(x: AnyArray, devices: int, axis: int = 1) -> Array:
     """The inverse of `to_balanced`.
+
+    Args:
+        x: An array with a dimension of tokens, a multiple of `2 * devices`.
+        devices: How many devices the mesh axis has.
+        axis: Which dimension of `x` that is.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -135,7 +174,7 @@ def _balanced(devices: int) -> np.ndarray:
     return np.stack([early, 2 * devices - 1 - early], 1).reshape(-1)
 
 
-def _reordered(x: Array, order: np.ndarray, axis: int) -> Array:
+def _reordered(x: AnyArray, order: np.ndarray, axis: int) -> Array:
     x = _checks.array("x", x)
     axis = _checks.axis(axis, x.ndim)
     tokens = _checks.even_slices("x", x.shape[axis], 2, len(order) // 2)

@@ -226,3 +226,9 @@ def test_make_says_that_it_installs_before_it_does(tmp_path):
         next(at for at, line in enumerate(lines) if part in line) for part in ("installing", "pip install ")
     )
     assert told < installed
+
+
+def test_the_sample_ends_with_a_sentence():
+    from ejkernel.demo.report import _readable
+
+    assert _readable(b"\nAda: Bonn.\nBen: Li") == "Ada: Bonn.\n"

@@ -38,7 +38,7 @@ class Constants:
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    caches = _launch._jax_triton, _launch.unavailable, _launch.capability
+    caches = _launch._jax_triton, _launch._capability_here
     for cache in caches:
         cache.cache_clear()
     yield

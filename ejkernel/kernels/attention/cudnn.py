@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels import _differentiable, _varying
+from ejkernel import _devices
+from ejkernel.kernels import _differentiable, _launch, _varying
 from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
@@ -27,7 +28,7 @@ SUPPORTED = ("left", "right", "mask_shape", "bias_shape", "bias_dtype", "block_s
 
 def supports(call: Call) -> str | None:
     """Why cuDNN cannot serve `call`, or `None` if it can."""
-    return _installed() or _options(call) or _bounds(call) or _pairs(call) or _arrays(call)
+    return _missing() or _options(call) or _bounds(call) or _pairs(call) or _arrays(call)
 
 
 def slower(call: Call) -> str | None:
@@ -37,6 +38,11 @@ def slower(call: Call) -> str | None:
     which `_near_zero` does not let happen here.
     """
     return "attention_mask" if call.mask_shape is not None and call.bias_shape is None else None
+
+
+def _missing() -> str | None:
+    device = _devices.assumed.get()
+    return None if device is not None and device.platform == "cuda" else _installed()
 
 
 @functools.cache
@@ -99,11 +105,7 @@ def _arrays(call: Call) -> str | None:
 
 
 def _hopper() -> bool:
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return False
-    return tuple(map(int, device.compute_capability.split("."))) >= (9, 0)
+    return (_launch.capability() or 0) >= 90
 
 
 def run(call: Call, *arrays: Array | None) -> Array:

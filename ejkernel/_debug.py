@@ -1,0 +1,106 @@
+"""A look at the values that ops are called with, on request: borders, gates and NaN, which tracing cannot see."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel._checks.packing import border_values
+
+GATES = ("g", "gk", "gv", "g_gamma")
+_counter = itertools.count()
+# what is wrong with the values seen so far; `None` where nobody looks
+_found: ContextVar[list[str] | None] = ContextVar("found", default=None)
+asked = _found.get
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Looks at the values that ops are called with inside; a `ValueError` at its end says what is wrong with them.
+
+    Ops always check shapes and dtypes, but values only where they are known when tracing. Inside this context calls
+    look at them when they run, at some cost: borders that do not start at 0, decrease or end past the tokens; gates
+    that look like decays instead of their logs; `g` and `beta` that look swapped; NaN. Functions that were compiled
+    before are compiled anew inside, and forget it afterwards. If the code inside raises, its error says it in a note.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import ejkernel
+        >>> query = key = value = jnp.ones((1, 8, 2, 4))
+        >>> with ejkernel.debug():
+        ...     result = jax.jit(ejkernel.recurrent_gla)(query, key, value, g=jnp.full((1, 8, 2, 4), 0.9))
+        Traceback (most recent call last):
+        ValueError: recurrent_gla: g: got only values in (0, 1], as decays are; expected their logs, as by jnp.log
+    """
+    # experimental in JAX: metadata that nothing ran under makes its caches miss, and leaves what they hold
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    found: list[str] = []
+    token = _found.set(found)
+    try:
+        with set_xla_metadata(ejkernel=f"debug {next(_counter)}"):
+            yield
+    except Exception as error:
+        jax.effects_barrier()
+        for each in dict.fromkeys(found):
+            error.add_note(f"ejkernel.debug: {each}")
+        raise
+    finally:
+        _found.reset(token)
+    jax.effects_barrier()
+    if found:
+        raise ValueError("\n".join(dict.fromkeys(found)))
+
+
+def look(found: list[str], op: str, arguments: Mapping[str, Any]) -> None:
+    """Has the arrays among an op's arguments looked at, now or when the traced function runs."""
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray) and _has_values(x)}
+    # inside a `shard_map` there is a slice of the tokens, but borders of them all
+    whole = arguments.get("axis_name") is None or arguments.get("mesh") is not None
+    report = functools.partial(_report, found, op, whole)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        jax.debug.callback(report, arrays)
+    else:
+        report(arrays)
+
+
+def _has_values(x: Any) -> bool:
+    return x.dtype.kind in "iuf" or jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+
+
+def _report(found: list[str], op: str, whole: bool, arrays: Mapping[str, Any]) -> None:
+    found += [f"{op}: {each}" for each in _problems({name: np.asarray(x) for name, x in arrays.items()}, whole)]
+
+
+def _problems(arrays: Mapping[str, np.ndarray], whole: bool) -> Iterator[str]:
+    """What is wrong with the values of these arguments."""
+    for name, x in arrays.items():
+        if x.dtype.kind not in "iu":
+            missing = np.isnan(x.astype(np.float32))
+            if missing.any():
+                place = ", ".join(map(str, np.argwhere(missing)[0]))
+                yield f"{name}: got NaN in {missing.sum()} of {x.size} values, the first at [{place}]; expected none"
+    for name, tokens in (("cu_seqlens", "query"), ("cu_seqlens_kv", "key")):
+        if name in arrays:
+            yield from _border_problems(name, arrays[name], arrays[tokens].shape[-3] if whole else None)
+    gates = {name: arrays[name] for name in GATES if name in arrays and arrays[name].size}
+    beta = arrays.get("beta")
+    if "g" in gates and beta is not None and beta.size and (gates["g"] > 0).all() and (beta <= 0).all():
+        yield "g, beta: got only values above 0 for g and none for beta, as if they were swapped; expected logs in g"
+        return
+    for name, gate in gates.items():
+        if ((gate > 0) & (gate <= 1)).all():
+            yield f"{name}: got only values in (0, 1], as decays are; expected their logs, as by jnp.log"
+
+
+def _border_problems(name: str, borders: np.ndarray, tokens: int | None) -> Iterator[str]:
+    limit = np.iinfo(borders.dtype).max if tokens is None else tokens
+    try:
+        border_values(name, borders, limit, f"the {limit} tokens there are")
+    except ValueError as error:
+        yield str(error)

@@ -1,0 +1,110 @@
+"""What all public ops share before their own code runs: words of other libraries, and `ejkernel.debug`."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ejkernel import _debug
+
+Front = TypeVar("Front", bound=Callable[..., Any])
+
+# What other libraries call an argument, and what it may be called here: the first that the op has.
+CALLED = {
+    "q": ("query",),
+    "k": ("key",),
+    "v": ("value",),
+    "scale": ("softmax_scale",),
+    "sm_scale": ("softmax_scale",),
+    "attn_scale": ("softmax_scale",),
+    "is_causal": ("causal",),
+    "mask": ("attention_mask",),
+    "attn_mask": ("attention_mask",),
+    "attn_bias": ("bias",),
+    "dropout_p": ("dropout_prob",),
+    "dropout_rate": ("dropout_prob",),
+    "window_size": ("sliding_window",),
+    "local_window_size": ("sliding_window",),
+    "softcap": ("logits_soft_cap",),
+    "logit_cap": ("logits_soft_cap",),
+    "logits_soft_capping": ("logits_soft_cap",),
+    "sinks": ("softmax_aux",),
+    "s_aux": ("softmax_aux",),
+    "return_residual": ("return_lse",),
+    "return_softmax_lse": ("return_lse",),
+    "return_attn_probs": ("return_lse",),
+    "block_size": ("block_sizes",),
+    "cu_seqlens_q": ("cu_seqlens",),
+    "cu_seqlens_k": ("cu_seqlens_kv", "cu_seqlens"),
+    "query_offsets": ("query_offset",),
+    "implementation": ("platform",),
+    "backend": ("platform",),
+    "use_qk_l2norm_in_kernel": ("normalize",),
+    "initial_states": ("initial_state",),
+    "h0": ("initial_state",),
+    "gate": ("g",),
+    "log_decay": ("g", "g_gamma"),
+    "gk": ("g",),
+    "gamma": ("g_gamma",),
+    "b": ("beta",),
+}
+
+# Words that no argument of the op stands for, and what to do instead.
+INSTEAD = {
+    **dict.fromkeys(
+        ("mask", "attn_mask", "attention_mask"), "pack the sequences with 'cu_seqlens' to leave padding out"
+    ),
+    **dict.fromkeys(("causal", "is_causal"), "a recurrence is causal; 'reverse' visits the tokens last to first"),
+    "output_final_state": "the final state is always returned, after the output",
+    "head_first": "arrays are [B, T, H, D], heads after time",
+    "enable_gqa": "key and value may have fewer heads than the query, without being asked to",
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "not needed: 'cu_seqlens' says it all"),
+    **dict.fromkeys(
+        ("segment_ids", "seq_idx"), "xla_utils.prepare_cu_seqlens_from_segment_ids makes 'cu_seqlens' of it"
+    ),
+    "query_seq_lengths": "pack the sequences with 'cu_seqlens', or mask their padding",
+    "key_value_seq_lengths": "pack the sequences with 'cu_seqlens', or mask their padding",
+    "alibi_slopes": "give what they make as 'bias'",
+    "chunk_size": "the library chooses it",
+    "use_qk_l2norm_in_kernel": "normalize query and key before the call",
+    "use_gate_in_kernel": "compute the log decay 'g' before the call",
+    **dict.fromkeys(("need_weights", "output_attentions"), "ejkernel.attention returns its weights"),
+    "return_lse": "ejkernel.flash_attention returns it",
+    "cu_seqlens": "ejkernel.flash_attention takes packed sequences",
+    **dict.fromkeys(
+        ("g", "gk", "gv", "g_gamma"), "ejkernel.recurrent takes every gate, gated_delta_rule and kda a 'g'"
+    ),
+}
+
+
+def public(front: Front) -> Front:
+    """`front`, a public op, with an error that helps where a keyword is none of its own, and with what `debug` does.
+
+    Signature, docstring and types stay those of `front`.
+    """
+    signature = inspect.signature(front)
+    names = frozenset(signature.parameters)
+
+    @functools.wraps(front)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= names:
+            word = next(each for each in kwargs if each not in names)
+            message = f"{front.__name__}() got an unexpected keyword argument {word!r}"
+            raise TypeError(f"{message}{_hint(word, names)}")
+        if (found := _debug.asked()) is not None:
+            _debug.look(found, front.__name__, signature.bind(*args, **kwargs).arguments)
+        return front(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _hint(word: str, names: frozenset[str]) -> str:
+    """What to add to Python's words about an argument that is not there."""
+    for name in CALLED.get(word, ()):
+        if name in names:
+            return f"; this library calls it {name!r}"
+    if word in INSTEAD:
+        return f"; {INSTEAD[word]}"
+    close = difflib.get_close_matches(word, sorted(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

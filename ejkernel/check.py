@@ -1,0 +1,128 @@
+"""`ejkernel check`: every op and implementation that runs on this machine, against the definition in float64."""
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._checked import remember
+from ejkernel._command_line import no_device, whole
+from ejkernel._dispatch import PlatformError, _default_platform
+from ejkernel._ops import OPS, Op
+from ejkernel.bench import exact
+from ejkernel.bench.calls import Arrays, Shape, cotangent, inputs
+
+# The largest error of a result, as the norm of its difference from the definition's over the norm of that. Half
+# precision is rounded once at the end and in the products' operands before.
+LIMITS = {"bfloat16": 2e-2, "float32": 2e-4, "float64": 1e-10}
+# Two rows, as most kernels like them, in the dtype of most models; and a packed stream of odd lengths, with a sequence
+# of one token in it, in float32.
+EVEN, ODD, BORDERS = (2, 128, 2, 64), (1, 193, 3, 64), (0, 50, 51, 193)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call to check, forward and backward; `borders` are those of packed sequences."""
+
+    op: Op
+    platform: str
+    shape: Shape
+    borders: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        sizes = f"{self.shape.batch} x {self.shape.tokens} x {self.shape.heads} x {self.shape.dim}"
+        return (
+            f"{self.op.name:<17} {self.platform:<7} {self.shape.dtype:<9} {sizes + ', packed' * bool(self.borders):<24}"
+        )
+
+
+def main(arguments: Sequence[str], prog: str = "ejkernel check") -> int:
+    """Prints a line for each call. 0 if none is wrong, 1 if one is or there is no device."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument(
+        "--seconds", type=whole(1, 86400), default=120, help="begin no call after so many seconds (default: 120)"
+    )
+    limit = parser.parse_args(arguments).seconds
+    if why := no_device():
+        print(why)
+        return 1
+    platform, device = _default_platform(), jax.devices()[0]
+    print(f"{device.device_kind}: outputs, states and gradients against the definition in float64", flush=True)
+    start, counts = time.monotonic(), {"ok": 0, "WRONG": 0, "not run": 0, "left out": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for row in rows(platform):
+            if time.monotonic() - start > limit:
+                counts["left out"] += 1
+                continue
+            verdict, why = judged(row)
+            counts[verdict] += 1
+            print(f"{verdict:<8} {row} {why}".rstrip(), flush=True)
+    print(_summary(counts, limit, time.monotonic() - start))
+    if not counts["WRONG"] and not counts["left out"]:
+        remember()
+    return 1 if counts["WRONG"] else 0
+
+
+def rows(platform: str) -> Iterator[Row]:
+    """What runs here: each op and implementation once before any comes again."""
+    wide = ["float32", *(["float64"] if jnp.zeros(()).dtype == jnp.float64 else [])]
+    for dtype in ("bfloat16", *wide):
+        shape, borders = (Shape(*EVEN, dtype), None) if dtype == "bfloat16" else (Shape(*ODD, dtype), BORDERS)
+        for op in OPS.values():
+            for each in op.implementations:
+                if platform in (each.devices or (platform,)):
+                    # this one takes no packed sequences
+                    yield Row(op, each.name, shape, None if op.name == "attention" else borders)
+
+
+def judged(row: Row) -> tuple[str, str]:
+    """The verdict on a call, and the reason or the largest error."""
+    arrays, upstream = inputs(row.op, row.shape), cotangent(row.shape)
+    try:
+        found = _results(row, arrays, upstream)
+    except PlatformError as error:
+        return "not run", str(error).partition("cannot serve this call: ")[2] or str(error)
+    except Exception as error:  # whatever a compiler ends in is what is to be told
+        return "WRONG", f"{type(error).__name__}: {error}".splitlines()[0]
+    worst, name = _worst(found, exact.of_call(row.op, arrays, upstream, row.borders))
+    # a NaN is no error below the limit
+    right = worst <= LIMITS[row.shape.dtype]
+    return ("ok", f"{worst:.0e}") if right else ("WRONG", f"{name}: an error of {worst:.1e} of its size")
+
+
+def _results(row: Row, arrays: Arrays, upstream: jax.Array) -> dict[str, np.ndarray]:
+    """What the op returns and its gradients, by name."""
+    packed: dict[str, Any] = {} if row.borders is None else {"cu_seqlens": jnp.array(row.borders, jnp.int32)}
+
+    @jax.jit
+    def run(arrays: Arrays, upstream: jax.Array) -> dict[str, jax.Array]:
+        def output(arrays: Arrays) -> tuple[jax.Array, Any]:
+            results = row.op.function(**arrays, **row.op.options, **packed, platform=row.platform)
+            return results if isinstance(results, tuple) else (results, None)
+
+        (first, pull, second) = jax.vjp(output, arrays, has_aux=True)
+        state = {"final state": second} if row.op.core != "softmax" and row.borders is None else {}
+        return {"output": first, **state, **pull(upstream)[0]}
+
+    return {name: np.asarray(x, np.float64) for name, x in jax.device_get(run(arrays, upstream)).items()}
+
+
+def _worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest error, of which a NaN is larger than any, and whose it is."""
+    errors = exact.errors(found, {name: expected[name] for name in found})
+    name = max(errors, key=lambda each: np.inf if np.isnan(errors[each]) else errors[each])
+    return errors[name], name
+
+
+def _summary(counts: dict[str, int], limit: int, seconds: float) -> str:
+    words = [f"{counts['ok']} right", f"{counts['WRONG']} wrong"]
+    words += [f"{counts['not run']} that this implementation does not serve"] if counts["not run"] else []
+    words += [f"{counts['left out']} left out after {limit} s (see --seconds)"] if counts["left out"] else []
+    return f"{', '.join(words)}; {seconds:.0f} s. {'FAILED' if counts['WRONG'] else 'PASSED'}"
