@@ -512,6 +512,7 @@ OPS = {
             *ALONG,
             *SCALE,
             *WINDOW,
+            *PLATFORM,
             ({"layout": "striped"}, ValueError, "layout: got 'striped'; expected 'contiguous' or 'balanced'"),
             ({"layout": 3}, ValueError, "layout: got 3; expected 'contiguous' or 'balanced'"),
             ({"query": [1.0]}, TypeError, "query: got list; expected an array"),

@@ -1,8 +1,10 @@
 """Ring attention against the op on one device: parts of `parallel_checks.py`."""
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from conftest import assert_close
 
 import ejkernel
 from benchmarks import hlo
-from ejkernel import parallel
+from ejkernel import _dispatch, parallel
 
 DEVICES = len(jax.devices())
 AUTO = jax.sharding.AxisType.Auto
@@ -242,6 +244,41 @@ def ring_collectives():
     assert memory <= 1.05 * less, (memory, less)
 
 
+def ring_platforms():
+    """The dispatcher chooses what computes blocks: it explains its choice, and forces or refuses one."""
+    case = Case("causal", {"causal": True, "dtype": None}, "balanced", sinks=(2, 1), dtype=np.float32)
+    arrays, along = case.arrays(), {"axis_name": "time", "mesh": MESH}
+    explanation = ejkernel.explain(parallel.flash_attention, **arrays, **along)
+    assert explanation.chosen == {"default": "xla"}, explanation
+    assert "NVIDIA GPU" in explanation.refused["triton"], explanation
+    with (
+        mock.patch.object(_dispatch, "_default_platform", lambda: "cuda"),
+        warnings.catch_warnings(record=True, action="always") as said,
+    ):
+        parallel.flash_attention(**arrays, **along)
+    assert [each.category for each in said] == [ejkernel.SlowerImplementationWarning], said
+    local = jax.shard_map(
+        partial(parallel.flash_attention, axis_name="time"),
+        mesh=MESH,
+        in_specs=jax.P(None, "time"),
+        out_specs=jax.P(None, "time"),
+    )
+    assert ejkernel.explain(local, *[arrays["key"]] * 3) == explanation
+    forced = Case(**(vars(case) | {"options": case.options | {"platform": "xla"}}))
+    found, expected = (with_gradients(spread, each)(arrays, {}) for each in (forced, case))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for platform, message in (
+        ("triton", f"'triton' cannot serve this call: {explanation.refused['triton']}"),
+        ("splash", "got 'splash'; expected one of 'triton', 'xla'"),
+    ):
+        try:
+            parallel.flash_attention(**arrays, **along, platform=platform)
+        except ejkernel.PlatformError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"no error: {message}")
+
+
 def ring_errors():
     x = jnp.ones((1, 3 * DEVICES, 2, 4))
     ring = partial(parallel.flash_attention, axis_name="time")
@@ -296,6 +333,7 @@ PARTS = {
         ring_packed,
         ring_shard_map,
         ring_collectives,
+        ring_platforms,
         ring_errors,
         scaling,
     )

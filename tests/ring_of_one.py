@@ -4,15 +4,16 @@ import jax
 from triton_attention_cases import with_gradients
 
 from ejkernel import parallel
+from ejkernel._dispatch import Implementation
 
 
 def one_by_one(blocks):
-    """A ring's core by these kernels, which may not know what to do with an axis of `vmap`."""
+    """A ring's implementations: these kernels alone, which may not know what to do with an axis of `vmap`."""
 
-    def core(name, call, *arrays):
+    def run(call, name, *arrays):
         return jax.custom_batching.sequential_vmap(lambda *arrays: getattr(blocks, name)(call, *arrays))(*arrays)
 
-    return core
+    return (Implementation("kernels", None, lambda _: None, run),)
 
 
 def on_a_ring(arrays, cotangent, layout="contiguous", **options):

@@ -8,7 +8,7 @@ by their parts of the softmax. The backward pass sends them around again, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,14 +20,33 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks, _sharding
 from ejkernel._checks import AnyArray, Borders
+from ejkernel._dispatch import Implementation, Later, resolve
 from ejkernel._front import public
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _varying
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
-from ejkernel.kernels.attention.xla import blocks as xla_blocks
+from ejkernel.kernels.attention.xla import supports as xla_supports
 from ejkernel.parallel._ring import Ring, plan
+
+
+def _passes(module: str) -> Callable[..., Any]:
+    """`run(call, name, *arrays)`: the pass `name`, `"forward"` or `"backward"`, of this module's blocks."""
+    return lambda call, name, *arrays: Later(module, name)(call, *arrays)
+
+
+# what attends to one block of keys, for the ring to merge
+BLOCKS = (
+    Implementation(
+        "triton",
+        ("cuda",),
+        Later("attention.triton", "supports"),
+        _passes("attention.triton.blocks"),
+        slower_than_fallback=Later("attention.triton", "slowest"),
+    ),
+    Implementation("xla", None, xla_supports, _passes("attention.xla.blocks")),
+)
 
 
 @public
@@ -48,6 +67,7 @@ def flash_attention(
     sliding_window: int | tuple[int, int] | None = None,
     cu_seqlens: Borders | None = None,
     cu_seqlens_kv: Borders | None = None,
+    platform: str | None = None,
 ) -> Array:
     """`ejkernel.flash_attention` with queries, keys and values sharded over a mesh axis by their tokens.
 
@@ -86,6 +106,7 @@ def flash_attention(
             empty. Queries past the end are padding: output 0, no gradient, no effect. It counts the tokens of the whole
             stream in their original order: packed sequences may straddle devices.
         cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.
+        platform: Forces an implementation of the blocks: `"xla"`, `"triton"`.
 
     Returns:
         The output, `[B, S, H, Dv]` or packed `[S, H, Dv]` as the query came.
@@ -125,12 +146,13 @@ def flash_attention(
     )
     ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
     inputs = Arrays(bound[0], bound[1], bound[2], bound[5], cu, cu_kv)
+    static = Static(call, ring, resolve(BLOCKS, _block_call(call), inputs, platform=platform))
     spec = _sharding.spec_of(inputs.query)
     if mesh is None:
-        output = _sharding.partitioned(partial(_on_slice, call, ring), jax.P(*spec[:3], None), inputs)
+        output = _sharding.partitioned(partial(_on_slice, static), jax.P(*spec[:3], None), inputs)
     else:
         spec = _sharding.over(axis_name, spec, 1)
-        run = partial(_on_mesh, call, ring, _sharding.as_auto(mesh))
+        run = partial(_on_mesh, static, _sharding.as_auto(mesh))
         output = _sharding.partitioned(run, jax.P(*spec[:3], None), inputs, mesh=mesh)
     return output[0] if unbatched else output
 
@@ -197,39 +219,47 @@ class Arrays(NamedTuple):
     cu_seqlens_kv: Array | None
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_mesh(call: Call, ring: Ring, mesh: jax.sharding.Mesh, arrays: Arrays) -> Array:
-    from ejkernel.kernels.attention import splash_blocks
+@dataclass(frozen=True)
+class Static:
+    """What is fixed when a call is traced: `call` has the sizes of a slice, `chosen` are `BLOCKS` by device."""
 
-    sliced = jax.P(None, ring.axis)
+    call: Call
+    ring: Ring
+    chosen: tuple[tuple[str, Implementation], ...]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(static: Static, mesh: jax.sharding.Mesh, arrays: Arrays) -> Array:
+    axis = static.ring.axis
+    sliced = jax.P(None, axis)
     rest = (None if x is None else jax.P() for x in arrays[3:])
     run = jax.shard_map(
-        lambda *arrays: _on_slice(call, ring, Arrays(*arrays)),
+        lambda *arrays: _on_slice(static, Arrays(*arrays)),
         mesh=mesh,
         in_specs=(sliced, sliced, sliced, *rest),
         out_specs=sliced,
-        axis_names={ring.axis},
-        # JAX's kernel does not say over which axes its results vary
-        check_vma=splash_blocks.supports(call) is not None,
+        axis_names={axis},
     )
     return run(*arrays)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _on_slice(call: Call, ring: Ring, arrays: Arrays) -> Array:
-    """The call on this device's tokens; sizes of `call` are those of a slice."""
-    arrays, _ = _varying.align((arrays, lax.axis_index(ring.axis)))
+@partial(jax.jit, static_argnums=0)
+def _on_slice(static: Static, arrays: Arrays) -> Array:
+    """The call on this device's tokens."""
+    call = static.call
+    arrays, _ = _varying.align((arrays, lax.axis_index(static.ring.axis)))
     if 0 in (call.batch, call.queries, call.keys):
         shape = (*arrays.query.shape[:-1], call.value_dim)
         return _varying.like(jnp.zeros(shape, call.dtype), arrays.query)
-    return _attend(call, ring, arrays).astype(call.dtype)
+    return _attend(static, arrays).astype(call.dtype)
 
 
-def _primal(call: Call, ring: Ring, arrays: Arrays) -> Array:
-    return _forward(call, ring, arrays)[0]
+def _primal(static: Static, arrays: Arrays) -> Array:
+    return _forward(static, arrays)[0]
 
 
-def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
+def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
+    call, ring = static.call, static.ring
     me = lax.axis_index(ring.axis)
     queries, starts = ring.split(arrays.query), ring.starts(me, call.queries)
 
@@ -241,7 +271,7 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
             results, query, start = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = _core("forward", *_pair(call, arrays, query, start, *block))
+                part = _run_block(static, "forward", *_pair(call, arrays, query, start, *block))
                 return _merged(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
@@ -268,7 +298,8 @@ def _forward(call: Call, ring: Ring, arrays: Arrays) -> tuple[Array, tuple[Array
     return output, (arrays, output, top, total)
 
 
-def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[Arrays]:
+def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
+    call, ring = static.call, static.ring
     arrays, output, top, total = residuals
     me = lax.axis_index(ring.axis)
     d_sinks = None
@@ -289,7 +320,9 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
 
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
-                found = _core("backward", inner, inputs, output, top, total, d_output, jnp.zeros_like(total))
+                found = _run_block(
+                    static, "backward", inner, inputs, output, top, total, d_output, jnp.zeros_like(total)
+                )
                 return d_query + found.query.astype(call.wide), (
                     found.key.astype(call.wide),
                     found.value.astype(call.wide),
@@ -330,31 +363,29 @@ def _backward(call: Call, ring: Ring, residuals: Any, d_output: Array) -> tuple[
     return (Arrays(d_query, d_key, d_value, d_sinks, None, None),)
 
 
-_attend: Callable[[Call, Ring, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_attend: Callable[[Static, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
 
 
-def _core(name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
-    """What a block of keys gives or takes: by the kernels of a GPU or TPU where they serve it, or by XLA."""
-    # imported by the first call that may need them, as by `_dispatch.Later`
-    from ejkernel.kernels.attention import splash_blocks, triton
-    from ejkernel.kernels.attention.triton import blocks as triton_blocks
+def _run_block(static: Static, name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
+    """A pass over one block of keys, by the implementation that was chosen for the device lowered for."""
+    branches = {device: partial(each.run, call, name) for device, each in static.chosen}
+    if len(branches) == 1:
+        return next(iter(branches.values()))(*arrays)
+    return lax.platform_dependent(*arrays, **branches)
 
-    blocks: dict[str, Any] = {}
-    if not (triton.supports(call) or triton.slowest(call)):
-        blocks["cuda"] = triton_blocks
-    if not splash_blocks.supports(call):
-        blocks["tpu"] = splash_blocks
-    served = {platform: partial(getattr(each, name), call) for platform, each in blocks.items()}
-    default = partial(getattr(xla_blocks, name), call)
-    return lax.platform_dependent(*arrays, **served, default=default) if served else default(*arrays)
+
+def _block_call(call: Call, keys: int | None = None) -> Call:
+    """The call on a slice of queries and a block of this many keys, or a slice of them."""
+    # results are merged and summed up before they are rounded, and sinks join in afterwards
+    return replace(call, keys=call.keys if keys is None else keys, dtype=call.wide, sinks=None, offset=True)
 
 
 def _pair(
     call: Call, arrays: Arrays, query: Array, start: Array, key: Array, value: Array, place: Array
 ) -> tuple[Call, Inputs]:
     """A slice of queries and one of keys, which begin at `start` and `place` of all tokens, as a call of the core."""
-    call = replace(call, keys=key.shape[1])
+    call = _block_call(call, key.shape[1])
     cu, cu_kv = arrays.cu_seqlens, arrays.cu_seqlens_kv
     offset = (start - place)[None]
     if cu is not None and cu_kv is not None:
@@ -362,8 +393,6 @@ def _pair(
         # the core counts both from where the sequence's part in the slice begins
         offset = offset + (cu_kv - cu + here - there)[:-1]
         cu, cu_kv = here, there
-    # merged and summed up before it is rounded
-    call = replace(call, dtype=call.wide, sinks=None, offset=True)
     return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset)
 
 

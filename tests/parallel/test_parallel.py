@@ -16,7 +16,7 @@ PARTS = [
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_heads", "explicit_gathers", "explicit_dropout"),
     ("explicit_time", "explicit_utilities"),
-    ("ring_values", "ring_windows", "ring_packed", "ring_collectives", "ring_errors"),
+    ("ring_values", "ring_windows", "ring_packed", "ring_collectives", "ring_platforms", "ring_errors"),
     ("layers", "tpu_kernels"),
 ]
 

@@ -78,8 +78,8 @@ def _direct(call: Call, inputs: Inputs) -> Array:
     return used(inputs.cu_seqlens, output.swapaxes(1, 2))
 
 
-def kernel(call: Call, save_residuals: bool = False) -> Callable[..., Any]:
-    """Splash attention over rows `[B, H, T, …]`; with `save_residuals` it also gives their log-sum-exp."""
+def kernel(call: Call) -> Callable[..., Any]:
+    """Splash attention over rows `[B, H, T, …]`."""
     # not at the top: `import ejkernel` must not import Pallas
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -100,7 +100,6 @@ def kernel(call: Call, save_residuals: bool = False) -> Callable[..., Any]:
         attn_logits_soft_cap=call.soft_cap,
         head_shards=1,
         q_seq_shards=1,
-        save_residuals=save_residuals,
         interpret=_pallas.INTERPRET is not None,
     )
     return lambda query, key, value, *shared: jax.vmap(lambda *x: one_row(*x, *shared))(query, key, value)
@@ -108,6 +107,8 @@ def kernel(call: Call, save_residuals: bool = False) -> Callable[..., Any]:
 
 def operands(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     """Query, which has the scale that the kernel lacks, key and value, heads first; and which tokens are whose."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
     cu, cu_kv = inputs.cu_seqlens, inputs.cu_seqlens_kv
     query = (inputs.query.astype(jnp.float32) * call.scale).astype(inputs.query.dtype)
     pairs = ((query, cu), (inputs.key, cu_kv), (inputs.value, cu_kv))
@@ -115,22 +116,15 @@ def operands(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     if cu is None or cu_kv is None:
         return arrays
     ids = (prepare_sequence_ids(each, total_tokens=n) for each, n in ((cu, call.queries), (cu_kv, call.keys)))
-    return *arrays, segments(*(each.astype(np.int32) for each in ids))
+    return *arrays, SegmentIds(*(each.astype(np.int32) for each in ids))
 
 
-def segments(*ids: Any) -> Any:
-    """The kernel's own form of which sequence tokens belong to, those of queries and those of keys."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-    return SegmentIds(*ids)
-
-
-def used(cu_seqlens: Array | None, x: Array, fill: float = 0) -> Array:
-    """`x [1, T, …]` with `fill` for tokens past the last border of a packed stream; what is not packed as it is."""
+def used(cu_seqlens: Array | None, x: Array) -> Array:
+    """`x [1, T, …]` with 0 for tokens past the last border of a packed stream; what is not packed as it is."""
     if cu_seqlens is None:
         return x
     token = jax.lax.broadcasted_iota(cu_seqlens.dtype, x.shape, 1)
-    return jnp.where(token < cu_seqlens[-1], x, jnp.asarray(fill, x.dtype))
+    return jnp.where(token < cu_seqlens[-1], x, jnp.zeros((), x.dtype))
 
 
 def _by_head(call: Call, sinks: Array) -> Array:

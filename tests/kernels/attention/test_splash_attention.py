@@ -9,12 +9,10 @@ import oracle
 import pytest
 from attention_cases import Case, results_and_gradients
 from conftest import assert_close
-from ring_of_one import on_a_ring, one_by_one
 
 import ejkernel
 from ejkernel.kernels import _pallas
-from ejkernel.kernels.attention import splash, splash_blocks
-from ejkernel.parallel import ring_attention
+from ejkernel.kernels.attention import splash
 
 SIZES = {"batch": 1, "queries": 128, "key_dim": 64, "value_dim": 64}
 SERVED = [
@@ -41,31 +39,6 @@ def test_matches_oracle(monkeypatch, case):
     mine, right = results_and_gradients(run, arrays, cotangent), results_and_gradients(reference, exact, cotangent)
     assert_close(mine[0], oracle.flash_attention(**exact, **case.options)[0], 1e-2)
     for name, each in mine[1].items():
-        assert_close(each, right[1][name], 2e-2, name)
-
-
-def test_ring(monkeypatch):
-    """A slice meets its own keys, those of an earlier one and those of a later one, in each of which sequences end."""
-    monkeypatch.setattr(_pallas, "INTERPRET", True)
-
-    def core(name, call, *arrays):
-        assert splash_blocks.supports(call) is None
-        return one_by_one(splash_blocks)(name, call, *arrays)
-
-    monkeypatch.setattr(ring_attention, "_core", core)
-    options = {"causal": True, "cu_seqlens": jnp.array([0, 100, 100, 200, 250])}
-    case = Case("", **{**SIZES, "queries": 256}, keys=256, kv_heads=1, sink_shape=(2, 1))
-    arrays = case.arrays(jnp.bfloat16)
-    cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(jnp.bfloat16)
-    output, gradients = on_a_ring(arrays, cotangent, **options)
-    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
-
-    def reference(**arrays):
-        return ejkernel.flash_attention(**arrays, **options, dtype=None, platform="xla")
-
-    right = results_and_gradients(reference, exact, cotangent.astype(np.float32))
-    assert_close(output, oracle.flash_attention(**exact, **options)[0], 1e-2)
-    for name, each in gradients.items():
         assert_close(each, right[1][name], 2e-2, name)
 
 

@@ -20,6 +20,7 @@ from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.attention import triton, xla
 from ejkernel.kernels.attention.triton import backward, plan
+from ejkernel.kernels.attention.triton import blocks as triton_blocks
 from ejkernel.kernels.attention.triton.plan import Config
 from ejkernel.parallel import ring_attention
 
@@ -410,7 +411,7 @@ def test_ring(packed, layout, monkeypatch):
         case = replace(case, options={**case.options, "cu_seqlens": [0, 10, 10, 33]})
     arrays = case.arrays(np.float32)
     cotangent = np.random.default_rng(0).normal(size=arrays["query"].shape).astype(np.float32)
-    monkeypatch.setattr(ring_attention, "_core", one_by_one(ring_attention.triton_blocks))
+    monkeypatch.setattr(ring_attention, "BLOCKS", one_by_one(triton_blocks))
     output, gradients = on_a_ring(arrays, cotangent, layout, **options_of(case))
     right = exact(case, arrays, cotangent, np.zeros(cotangent.shape[:3]))
     assert_close(output, right[0], 3e-6)
