@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ejkernel import _bind, _checks
 from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
 from ejkernel._front import public
+from ejkernel._normalization import normalized
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
 from ejkernel.kernels.delta_rule.call import Call, Decay
 
@@ -206,34 +205,6 @@ def bind(
     """What the cores are called with."""
     query, key = arrays.query, arrays.key
     if _checks.flag("normalize", normalize):
-        query, key = (_normalized(x, arrays.state_dtype) for x in (query, key))
+        query, key = (normalized(x.astype(arrays.state_dtype), 1e-6) for x in (query, key))
     call, query, state = _bind.recurrence(Call, arrays, query, softmax_scale, reverse, decay=decay)
     return call, (query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens)
-
-
-def _normalized(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    return _unit(x.astype(dtype))[0]
-
-
-@jax.custom_jvp
-def _unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`x / norm` and `1 / norm`, where `norm = sqrt(sum of squares + 1e-6)` over the last axis, of any size."""
-    exponents, epsilon = np.finfo(x.dtype).maxexp, np.asarray(1e-6, x.dtype)
-    small, most = (np.asarray(2.0**power, x.dtype) for power in (-3 * exponents // 4, 15 * exponents // 16))
-    # independent sums, which take one pass: squares of large numbers overflow, and made small others are lost
-    squares, small_squares = ((each * each).sum(-1, keepdims=True) for each in (x, x * small))
-    fits, one = squares < most, np.asarray(1.0, x.dtype)
-    inverse = jax.lax.rsqrt(jnp.where(fits, squares + epsilon, small_squares))
-    # the inverse norm itself may be too small a number
-    scale = jnp.where(fits, one, small)
-    return (x * scale) * inverse, inverse * scale
-
-
-@_unit.defjvp
-def _unit_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    # not left to JAX: the norm's third power leaves the range of numbers long before the norm does
-    unit, inverse = _unit(*primals)
-    along = (unit * tangents[0]).sum(-1, keepdims=True)
-    return (unit, inverse), (inverse * (tangents[0] - unit * along), -inverse * (inverse * along))

@@ -314,7 +314,8 @@ def lightning_attn(
         S_t = exp(-(8 / H) * (1 - layer_idx / num_layers) * h) * S_{t-1} + k_t v_tᵀ        for head h = 0 … H-1
         o_t = softmax_scale * S_tᵀ q_t
 
-    Errors are those of `recurrent`.
+    Errors are those of `recurrent`; `num_layers` below 1, and a `layer_idx` that is known when tracing and not one of 0
+    to `num_layers - 1`, is a `ValueError`.
 
     Args:
         query: `[B, T, H, K]`.
@@ -351,7 +352,8 @@ def lightning_decay(
 ) -> jax.Array:
     """`g_gamma` of `lightning_attn`, `[H]`."""
     heads, dtype = _checks.heads(query, key, value), _checks.state_dtype(query)
-    depth = 1 - _checks.layer_number(layer_idx).astype(dtype) / _checks.positive_int("num_layers", num_layers)
+    number = _checks.layer_number(layer_idx, _checks.positive_int("num_layers", num_layers))
+    depth = 1 - number.astype(dtype) / num_layers
     return -(8 / max(heads, 1)) * depth * jnp.arange(heads, dtype=dtype)
 
 

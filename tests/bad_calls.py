@@ -144,6 +144,10 @@ LAYER_NUMBER = [
     ({"layer_idx": None}, TypeError, "layer_idx: got NoneType; expected a number"),
     ({"layer_idx": True}, TypeError, "layer_idx: got bool; expected a number"),
     ({"layer_idx": np.arange(3)}, ValueError, r"layer_idx: got shape \(3,\); expected one number"),
+    *(
+        ({"layer_idx": number}, ValueError, f"layer_idx: got {number}; expected at least 0 and below num_layers, 3")
+        for number in (9, 3, -1, NAN, np.int32(3))
+    ),
     ({"num_layers": 0}, ValueError, "num_layers: got 0; expected an int of at least 1"),
     ({"num_layers": 1.5}, ValueError, "num_layers: got 1.5"),
     ({"num_layers": True}, ValueError, "num_layers: got True"),
@@ -814,11 +818,7 @@ def layer_ops() -> dict[str, Op]:
         ],
         ("heads", "head_dim", "state_dim", "groups", "time_step_limit"),
     )
-    beyond = [
-        ({"layer_idx": number}, ValueError, f"layer_idx: got {number}; expected at least 0 and below num_layers, 3")
-        for number in (9, 3, -1, NAN, np.int32(3))
-    ]
-    found["layers.LightningAttention"] = Op(lightning, {"x": x}, [*LAYER_NUMBER[:7], *beyond])
+    found["layers.LightningAttention"] = Op(lightning, {"x": x}, LAYER_NUMBER[:-1])
     fitting = {name: ones(8, 8) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")}
     found["layers.from_transformers"] = Op(
         lambda weights, prefix: nnx.state(

@@ -143,14 +143,17 @@ def gate_per_head(g: Any, query: Any, key: Any, value: Any) -> jax.Array:
     return g[..., None]
 
 
-def layer_number(x: Any) -> jax.Array:
-    """`layer_idx`, a number that may be traced."""
+def layer_number(x: Any, num_layers: int) -> jax.Array:
+    """`layer_idx`, a number that may be traced, from 0 to `num_layers - 1`: past those a memory would grow."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating | np.ndarray | jax.Array):
         raise TypeError(f"layer_idx: got {type(x).__name__}; expected a number")
-    x = array("layer_idx", np.asarray(x) if is_concrete(x) else x)
-    if x.shape != ():
-        fail("layer_idx", f"shape {x.shape}", "one number")
-    return x
+    known = is_concrete(x)
+    number = array("layer_idx", np.asarray(x) if known else x)
+    if number.shape != ():
+        fail("layer_idx", f"shape {number.shape}", "one number")
+    if known and not 0 <= float(x) < num_layers:
+        fail("layer_idx", x, f"at least 0 and below num_layers, {num_layers}")
+    return number
 
 
 def layer_input(dims: Dims, x: Any, borders: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel._normalization import normalized
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 MODEL_AXIS = "model"
@@ -76,8 +77,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(dims, param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = wide(x)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        dims = x.shape[-1]
+        x = normalized(wide(x), dims * self.epsilon) * np.sqrt(dims).astype(wide_dtype(x.dtype))
         return x * matching(self.scale[...], x)
 
 

@@ -60,10 +60,7 @@ class LightningAttention(RecurrentLayer):
             "head_dim", head_width("width", width, heads) if head_dim is None else head_dim
         )
         super().__init__(width, (heads, self.head_dim, self.head_dim), init)
-        number, num_layers = _checks.layer_number(layer_idx), _checks.positive_int("num_layers", num_layers)
-        # past the last layer the memory would grow
-        if _checks.is_concrete(layer_idx) and not 0 <= float(layer_idx) < num_layers:
-            _checks.fail("layer_idx", layer_idx, f"at least 0 and below num_layers, {num_layers}")
+        number = _checks.layer_number(layer_idx, _checks.positive_int("num_layers", num_layers))
         share = number.astype(wide_dtype(init.param_dtype)) / (num_layers - 1 + 1e-5)
         rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=share.dtype))
         self.log_decay = nnx.Variable(-rates * (1 - share + 1e-5))

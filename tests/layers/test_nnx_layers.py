@@ -12,6 +12,7 @@ from layer_cases import PUBLISHED, WIDTH  # noqa: E402
 
 import ejkernel  # noqa: E402
 from ejkernel import layers  # noqa: E402
+from ejkernel.layers._parameters import RMSNorm  # noqa: E402
 from ejkernel.layers._rotary import rotary  # noqa: E402
 
 TOKENS, PROMPT = 9, 5
@@ -94,6 +95,22 @@ def test_dtypes(published, layer, run, x):
     found, again = jax.eval_shape(lambda x, state: half(x, state), x[:, :1], after)
     assert found.dtype == jnp.float16
     assert jax.tree.map(lambda a: (a.shape, a.dtype), again) == jax.tree.map(lambda a: (a.shape, a.dtype), after)
+
+
+@pytest.mark.parametrize("power", [0, 60, 100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_of_vectors_of_any_size(power, dtype):
+    """Their size cancels, where it is far above epsilon, and divides gradients; squares overflow from 2**64 on."""
+    norm = RMSNorm(24, 1e-6, jnp.float32)
+    x = 64 * jax.random.normal(jax.random.key(0), (3, 24)).astype(dtype)
+    exact = np.asarray(x, np.float64)
+    expected = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    output, pull = jax.vjp(norm, x * jnp.asarray(2.0**power, dtype))
+    assert_close(output, expected, 1e-6)
+    (gradient,) = pull(jnp.cos(output))
+    along = np.cos(expected) - expected * (np.cos(expected) * expected).mean(-1, keepdims=True)
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    assert_close(np.asarray(gradient, np.float64) * 2.0**power, along * expected / exact, tolerance)
 
 
 def test_scanned_over_layers(published, layer, run, x):

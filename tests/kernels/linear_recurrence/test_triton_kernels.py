@@ -184,6 +184,29 @@ def test_float16_overflows_nowhere_in_between(factors):
         assert_close(got, wanted, 2e-3)
 
 
+@pytest.mark.parametrize("tokens", [20, 3])
+@pytest.mark.parametrize(
+    "gates",
+    [("none", None), ("constant", None), ("head", None), ("key", None), ("none", "mild"), ("key", "mild")],
+    ids=str,
+)
+def test_float16_overflows_only_where_the_answer_does(gates, tokens):
+    """The query's gradient is beyond float16; what is made of it, as that of a head's gate, is not."""
+    decay, value_gate = gates
+    case = replace(BASE, decay=decay, value_gate=value_gate, dtype="float16", T=tokens, H=1, Hkv=1)
+    (*inputs, state, borders), cotangents = make(case)
+    inputs[:3] = ((x * factor).astype(x.dtype) for x, factor in zip(inputs[:3], BEYOND_FLOAT16[1], strict=True))
+    arrays = (*inputs, state, borders)
+    expected = oracle(case.call, arrays, cotangents)
+    assert (np.abs(expected[2]) > 1e5).any()
+    names = NAMES[: len(expected)]
+    for name, got, wanted in zip(names, results(triton_gpu.run, case.call, arrays, cotangents), expected, strict=True):
+        if got is not None:
+            fits = np.abs(wanted) < np.finfo(got.dtype).max
+            tolerance = TOLERANCE["float16"]["decay" if "decay" in name else "other"]
+            assert_close(np.where(fits, got, 0), np.where(fits, wanted, 0), tolerance, name, np.abs(wanted).max())
+
+
 # the kernels that multiply are three; what goes in is cast before any of them
 MIXED = [("head", mix) for mix in MIXES] + [(decay, mix) for decay in ("none", "constant", "key") for mix in MIXES[:2]]
 

@@ -227,11 +227,9 @@ def unfold_rows(
     return found
 
 
-def unfold_key_gates(
-    launcher: Launcher, x: Inputs, gates: Gates, d_output: jax.Array, hats: Hats, dtypes: tuple[Any, Any]
-) -> Any:
+def unfold_key_gates(launcher: Launcher, x: Inputs, gates: Gates, d_output: jax.Array, hats: Hats, dtype: Any) -> Any:
     """Gradients of query, key and key gates from those of the folded query and key."""
-    d_query, d_key = (launcher.rows(launcher.call.key_dim, dtype) for dtype in dtypes)
+    d_query = d_key = launcher.rows(launcher.call.key_dim, dtype)
     exact = _exact_gradients(launcher, x, gates, d_output, hats.d_query, hats.d_key, d_query, d_key)
     flagged = {"d_query": exact.d_query, "d_key": exact.d_key}
     return unfold_all(launcher, x.log_decay, gates, hats._replace(d_query=exact.summand), d_query, d_key, flagged)

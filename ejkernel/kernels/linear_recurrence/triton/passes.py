@@ -102,11 +102,13 @@ def backward(
     ends = starts(launcher, q_hat, d_output, gates, d_final, reverse=True, scale=scale, own=own)
     start_scale = 1.0 if plan.segmented(call) else scale
     across = of_gates and across_heads.applies(launcher, x.query, x.key)
-    by_query, by_key, by_value = (_dtype_of_gradient(call, each) for each in (x.query, x.key, x.value))
+    # of heads that share these are added up in float32, and gates take their gradient from what is stored: float16
+    # might not have the range
+    gradient_dtype = F32 if call.dtype == jnp.float16 else call.dtype
     of_value = walk(
         *(launcher, "dvalue", k_hat, q_hat, d_output, gates, ends),
         tile=config.output,
-        dtype=by_value,
+        dtype=gradient_dtype,
         last=x.initial_state is not None,
         start_scale=start_scale,
         last_scale=call.scale,
@@ -124,7 +126,7 @@ def backward(
         of_key = walk(
             *(launcher, "dkey", x.value, d_output, q_hat, gates, ends),
             tile=tile,
-            dtype=F32 if is_key else by_key,
+            dtype=F32 if is_key else gradient_dtype,
             start_scale=start_scale,
             gate_gradient=x.key if of_gates else None,
             in_parts=is_key,
@@ -132,7 +134,7 @@ def backward(
         of_query = walk(
             *(launcher, "dquery", d_output, x.value, k_hat, gates, first),
             tile=config.key_gate_query_gradient or tile if is_key else tile,
-            dtype=F32 if is_key else by_query,
+            dtype=F32 if is_key else gradient_dtype,
             gate_gradient=x.query if of_gates else None,
             meets=of_key.border if of_gates else None,
             in_parts=is_key,
@@ -142,7 +144,7 @@ def backward(
     d_gate = None
     if is_key:
         hats = Hats(q_hat, k_hat, d_query, d_key, met)
-        d_query, d_key, d_gate = unfold_key_gates(launcher, x, gates, d_output, hats, (by_query, by_key))
+        d_query, d_key, d_gate = unfold_key_gates(launcher, x, gates, d_output, hats, gradient_dtype)
     elif of_gates:
         assert x.log_decay is not None
         start = None if x.initial_state is None else _met(x.initial_state.astype(F32), of_value.final)
@@ -163,18 +165,10 @@ def _met(state: jax.Array, d_state: jax.Array) -> jax.Array:
     return jnp.where(state == 0, 0, state * d_state).sum((2, 3))
 
 
-def _dtype_of_gradient(call: Call, x: jax.Array) -> Any:
-    """What each head's gradient of `x` comes in, before heads that share it are added up in float32.
-
-    Of many heads that share, these are most of what is written and read; float16 might not have the range.
-    """
-    return F32 if x.shape[2] != call.heads and call.dtype == jnp.float16 else call.dtype
-
-
 def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
     """The gradient of `x` from each head's: heads that share it are added up."""
     if x.shape[2] == call.heads:
-        return dx
+        return dx.astype(call.dtype)
     return dx.reshape(*x.shape[:3], -1, x.shape[-1]).sum(3).astype(call.dtype)
 
 
