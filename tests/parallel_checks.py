@@ -121,9 +121,9 @@ def tree():
         start, matrices, added = (random.normal(size=(n, 2, 3, 3)).astype(np.float32) for n in (1, devices, devices))
 
         def run(start, matrix, added, exchange=exchange):
-            last, met, _ = exchange(start, matrix, added)
-            d_first, d_met = exchange.mirrored(start, matrix, added)
-            return last, met, d_first, d_met
+            final, met, _ = exchange.forward(start, matrix, added)
+            d_initial, d_met = exchange.backward(start, matrix, added)
+            return final, met, d_initial, d_met
 
         time, whole = jax.P("time"), jax.P()
         spread = jax.shard_map(

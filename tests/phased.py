@@ -22,15 +22,15 @@ def in_phases(implementation):
             return forward(inputs, start)[0]
 
         def forward(inputs, start):
-            memory, keeping, added = RECURRENCE.begin(implementation, call, inputs, cu_seqlens)
-            output, kept = phases.finish(call, inputs, cu_seqlens, memory, start)
-            return (output, RECURRENCE.algebra.keep(keeping, start) + added), (inputs, start, kept, keeping)
+            carry, transition, added = RECURRENCE.begin(implementation, call, inputs, cu_seqlens)
+            output, residuals = phases.finish(call, inputs, cu_seqlens, carry, start)
+            return (output, RECURRENCE.algebra.apply(transition, start) + added), (inputs, start, residuals, transition)
 
         def backward(saved, cotangents):
-            inputs, start, kept, keeping = saved
-            memory, d_start = phases.begin_back(call, inputs, cu_seqlens, start, kept, cotangents[0])
-            d_inputs = phases.finish_back(call, inputs, cu_seqlens, start, kept, memory, cotangents)
-            return d_inputs, RECURRENCE.algebra.keep(keeping, cotangents[1]) + d_start
+            inputs, start, residuals, transition = saved
+            carry, d_start = phases.begin_back(call, inputs, cu_seqlens, start, residuals, cotangents[0])
+            d_inputs = phases.finish_back(call, inputs, cu_seqlens, start, residuals, carry, cotangents)
+            return d_inputs, RECURRENCE.algebra.apply(transition, cotangents[1]) + d_start
 
         whole.defvjp(forward, backward)
         return whole(tuple(inputs), start)

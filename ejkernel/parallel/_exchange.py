@@ -1,9 +1,10 @@
-"""Effects of slices on their way between devices: all of them to everyone at once, or in a tree.
+"""What slices of tokens do to a state, exchanged between devices: all gathered at once, or in a tree.
 
-An effect keeps some of a state and adds a state. The state that a slice meets is what those before it make of the
-first one. With `S` bytes an effect and `P` devices a gather brings `(P - 1) S` to each in one collective. In the tree
-an effect goes to the next device, then those of 1, 2, 4, … slices joined go as many devices further: `S` bytes each
-time, `1 + ceil(log2(P - 1))` times.
+A slice applies a transition to its start state and adds a state: both together are its effect. The start state of a
+slice follows from the initial state and the effects of the slices before it. With `S` bytes an effect and `P` devices,
+a gather brings `(P - 1) S` bytes to each device in one collective. In the tree an effect goes to the next device, then
+the composed effects of 1, 2, 4, … slices go as many devices further: `S` bytes each time, in `1 + ceil(log2(P - 1))`
+steps.
 """
 
 import math
@@ -24,22 +25,21 @@ BYTES_OF_A_STEP = 250_000
 
 @dataclass(frozen=True)
 class Algebra:
-    """What effects are.
+    """How effects, pairs of a transition and an added state, are stored and composed.
 
     Attributes:
-        pack: `pack(keeping, added)`: what keeps of a state and what is added to it, in one array `[N, H, …]`, so that
-            one collective carries both.
-        parts: Undoes `pack`.
-        keep: `keep(keeping, state)`: what is kept of a state.
-        join: `join(later, earlier)`: what keeps of a state in both, one after the other.
-        mirror: What keeps of a cotangent on the way back.
+        pack: `pack(transition, added)`: both in one array `[N, H, …]`, so that one collective carries both.
+        unpack: Undoes `pack`.
+        apply: `apply(transition, state)`: the state after the transition.
+        compose: `compose(later, earlier)`: the transition of both slices, in order.
+        transpose: `transpose(transition)`: the transition of a state's cotangent, in the backward pass.
     """
 
     pack: Callable[[Any, jax.Array], jax.Array]
-    parts: Callable[[jax.Array], tuple[Any, jax.Array]]
-    keep: Callable[[Any, jax.Array], jax.Array]
-    join: Callable[[Any, Any], Any]
-    mirror: Callable[[Any], Any]
+    unpack: Callable[[jax.Array], tuple[Any, jax.Array]]
+    apply: Callable[[Any, jax.Array], jax.Array]
+    compose: Callable[[Any, Any], Any]
+    transpose: Callable[[Any], Any]
 
 
 def tree_steps(devices: int) -> int:
@@ -63,67 +63,73 @@ class Exchange:
 
     @property
     def tracked(self) -> bool:
-        """Whether the caller's `shard_map` keeps a record of what varies."""
+        """Whether the caller's `shard_map` tracks over which axes values vary (`check_vma`)."""
         return self.axis in _varying.axes(lax.axis_index(self.axis))
 
-    def __call__(self, start: jax.Array, keeping: Any, added: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """From the first slice's state: the last one, the same on all devices, and that which this slice meets.
+    def forward(self, initial: jax.Array, transition: Any, added: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """From the initial state and this slice's effect: the final state, the slice's start state, and residuals.
 
-        The third is what `mirrored` wants to know.
+        The final state is the same on all devices. `backward` takes the residuals.
         """
-        effect = self.algebra.pack(keeping, added)
+        effect = self.algebra.pack(transition, added)
         if self._by_tree(added):
-            return *self._tree(start, effect), keeping
-        keeping, added = self.algebra.parts(self._gather(effect))
-        return *self._compose(start, keeping, added), keeping
+            return *self._tree(initial, effect), transition
+        transitions, all_added = self.algebra.unpack(self._gather(effect))
+        return *self._scan(initial, transitions, all_added), transitions
 
-    def mirrored(self, start: jax.Array, keeping: Any, added: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same of cotangents, on the way back: `keeping` is what the way there has left."""
-        keeping = self.algebra.mirror(keeping)
-        if self._by_tree(added):
-            return self._tree(start, self.algebra.pack(keeping, added))
-        return self._compose(start, keeping, self._gather(added))
+    def backward(self, d_final: jax.Array, residuals: Any, d_start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The cotangents of the initial state and of the state at the end of this slice.
+
+        `d_start` is the cotangent of this slice's start state by way of its own output. The exchange is one in the
+        order opposite to that of the forward pass.
+        """
+        transition = self.algebra.transpose(residuals)
+        if self._by_tree(d_start):
+            return self._tree(d_final, self.algebra.pack(transition, d_start))
+        return self._scan(d_final, transition, self._gather(d_start))
 
     def _by_tree(self, added: jax.Array) -> bool:
-        # what XLA shards over other axes it would bring together before it gathers it over ours
+        # a gather over this axis would first gather what XLA shards over others
         return _sharding.left_to_xla() or by_tree(self.devices, added.size * added.dtype.itemsize)
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        """Those of all devices, `[devices, …]`."""
-        # without a record of what varies, nothing is known to be the same on all devices
+        """The arrays of all devices, `[devices, …]`."""
+        # untracked, nothing is known to be the same on all devices
         return lax.all_gather(x, self.axis, to="invarying" if self.tracked else "varying")
 
-    def _compose(self, start: jax.Array, keeping: Any, added: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def visit(state: jax.Array, effect: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            keeping, added = effect
-            return self.algebra.keep(keeping, state) + added, state
+    def _scan(self, initial: jax.Array, transitions: Any, added: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The final state and this slice's start state, from the effects of all slices."""
 
-        start, effects = _varying.align((start, (keeping, added)))
-        last, met = lax.scan(visit, start, effects, reverse=self.reverse)
-        return last, lax.dynamic_index_in_dim(met, lax.axis_index(self.axis), keepdims=False)
+        def step(state: jax.Array, effect: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            transition, added = effect
+            return self.algebra.apply(transition, state) + added, state
 
-    def _tree(self, start: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
-        me = lax.axis_index(self.axis)
+        initial, effects = _varying.align((initial, (transitions, added)))
+        final, starts = lax.scan(step, initial, effects, reverse=self.reverse)
+        return final, lax.dynamic_index_in_dim(starts, lax.axis_index(self.axis), keepdims=False)
+
+    def _tree(self, initial: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same as `_scan`, from this slice's effect alone."""
+        algebra, device = self.algebra, lax.axis_index(self.axis)
         first, last = (self.devices - 1, 0) if self.reverse else (0, self.devices - 1)
-        keeping, added = self.algebra.parts(effect)
-        # the first slice's effect on its state is known there: with it, nothing comes before what it adds
-        entered = jnp.where(me == first, self.algebra.keep(keeping, start) + added, added)
-        # what never arrives counts as zeros, which add nothing
-        before = self._hop(self.algebra.pack(keeping, entered), 1)
+        transition, added = algebra.unpack(effect)
+        # the first slice applies its transition to the initial state at once: what it adds is then its end state
+        total = jnp.where(device == first, algebra.apply(transition, initial) + added, added)
+        # devices that receive nothing get zeros, which add nothing
+        before = self._hop(algebra.pack(transition, total), 1)
         distance = 1
         while distance < self.devices - 1:
-            (later, added_later), (earlier, added_earlier) = (
-                self.algebra.parts(each) for each in (before, self._hop(before, distance))
-            )
-            joined = self.algebra.keep(later, added_earlier) + added_later
-            before = self.algebra.pack(self.algebra.join(later, earlier), joined)
+            later, added_later = algebra.unpack(before)
+            earlier, added_earlier = algebra.unpack(self._hop(before, distance))
+            composed = algebra.apply(later, added_earlier) + added_later
+            before = algebra.pack(algebra.compose(later, earlier), composed)
             distance *= 2
-        met = jnp.where(me == first, start, self.algebra.parts(before)[1])
-        left = jnp.where(me == last, self.algebra.keep(keeping, met) + added, 0)
-        return lax.psum(left, self.axis), met
+        start = jnp.where(device == first, initial, algebra.unpack(before)[1])
+        end = jnp.where(device == last, algebra.apply(transition, start) + added, 0)
+        return lax.psum(end, self.axis), start
 
     def _hop(self, x: jax.Array, distance: int) -> jax.Array:
-        """Each device's to the one that comes so many slices later."""
+        """`x` of the device that is `distance` slices earlier."""
         places = range(self.devices - distance)
         pairs = [(i + distance, i) if self.reverse else (i, i + distance) for i in places]
         return lax.ppermute(x, self.axis, pairs)

@@ -1,4 +1,4 @@
-"""Whose keys visit whom on a ring of devices."""
+"""Which slices of keys visit which devices of a ring, and in which order."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,24 +13,31 @@ from ejkernel.kernels.attention.call import Call
 
 @dataclass(frozen=True)
 class Ring:
-    """A device is visited by the slices that live `first`, `first + 1`, … places before it, then by edges of others.
+    """A ring of devices, each of which holds some slices of the tokens.
 
-    An edge is a place, as above, and the first and one past the last token of the slice that lives there.
+    Attributes:
+        axis: The mesh axis.
+        devices: How many devices there are.
+        slices: How many slices a device holds.
+        first: A device is visited first by the keys of the device `first` places before it, …
+        visits: … then by those of `first + 1`, `first + 2`, …: by so many in all.
+        edges: Last come parts of slices, `(places, begin, end)`: tokens `begin` to `end` of the device that is `places`
+            before.
     """
 
     axis: str
     devices: int
-    slices: int  # that a device holds
+    slices: int
     first: int
     visits: int
     edges: tuple[tuple[int, int, int], ...] = ()
 
-    def held(self, device: Any) -> list[Any]:
-        """Which slices of all tokens a device holds."""
+    def slices_of(self, device: Any) -> list[Any]:
+        """The numbers, among all slices, of those that a device holds."""
         return [device, 2 * self.devices - 1 - device][: self.slices]
 
     def hop(self, tree: Any, places: int = 1) -> Any:
-        """`tree`, sent on by so many places."""
+        """Sends `tree` to the device so many places further, and receives another's."""
         if places % self.devices == 0:
             return tree
         order = [(i, (i + places) % self.devices) for i in range(self.devices)]
@@ -47,14 +54,14 @@ class Ring:
 
     def starts(self, device: Array, tokens: int) -> Array:
         """Where each of a device's slices begins among all tokens."""
-        return tokens * jnp.stack(self.held(device))
+        return tokens * jnp.stack(self.slices_of(device))
 
 
 def plan(call: Call, axis: str, devices: int, slices: int, shifted: bool) -> Ring:
-    """The shortest way around that brings together everything in sight of each other, on any device.
+    """The ring with the fewest visits that brings every query all keys that it may attend to.
 
-    `call` has the sizes of a slice. `shifted` says that packed keys stand elsewhere than their queries, so that nothing
-    is known of distances.
+    `call` has the sizes of a slice. `shifted` says that packed keys have borders of their own, so that nothing is known
+    of the distance between queries and keys.
     """
     ring = Ring(axis, devices, slices, 0, devices)
     if not shifted and (edges := _edges(call, ring)) is not None:
@@ -62,7 +69,7 @@ def plan(call: Call, axis: str, devices: int, slices: int, shifted: bool) -> Rin
     needed = np.arange(devices) if shifted else _needed(call, ring)
     if needed.size == 0:
         return replace(ring, visits=1)
-    # all but the longest stretch that nobody needs
+    # skip the longest run of places that no device needs
     gaps = np.diff(np.append(needed, needed[0] + devices)) - 1
     widest = int(gaps.argmax())
     visits = devices - int(gaps[widest])
@@ -73,22 +80,22 @@ def plan(call: Call, axis: str, devices: int, slices: int, shifted: bool) -> Rin
 
 
 def _edges(call: Call, ring: Ring) -> tuple[tuple[int, int, int], ...] | None:
-    """What a window within the next slices needs of them; `None` if it reaches further."""
+    """The tokens of neighbouring slices that a window reaches; `None` if it reaches beyond these slices."""
     left, right, tokens = call.left, call.right, call.keys
     if ring.slices > 1 or call.queries != tokens or left is None or right is None or max(left, right) > tokens:
         return None
-    # of two devices each would be both neighbours of the other, and alone its own
+    # one of two devices is both neighbours of the other, and a single one is its own
     if ring.devices == 1 or (ring.devices == 2 and left and right):
         return None
     return tuple(edge for edge in ((1, tokens - left, tokens), (-1, 0, right)) if edge[1] < edge[2])
 
 
 def _needed(call: Call, ring: Ring) -> np.ndarray:
-    """How many places before it on the ring there are slices that some device can see."""
+    """The distances on the ring at which some device has keys that it must see."""
     place = np.arange(ring.devices)
-    held = np.stack(ring.held(place))  # [slices, devices]
+    held = np.stack(ring.slices_of(place))  # [slices, devices]
     query, key = call.queries * held[:, None, :, None], call.keys * held[:, None]
-    # how far keys of a slice can stand to the right of queries of another
+    # the least and the largest distance of a key of one slice to the right of a query of another
     nearest, farthest = key - (query + call.queries - 1), key + call.keys - 1 - query
     seen = np.ones(nearest.shape, bool)
     if call.left is not None:

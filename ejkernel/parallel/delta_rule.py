@@ -1,6 +1,6 @@
-"""The delta rule with its tokens spread over a mesh axis.
+"""The delta rule with its tokens sharded over a mesh axis.
 
-A slice of the tokens multiplies a state by a matrix `[K, K]`.
+The transition of a slice of the tokens is a matrix `[K, K]`.
 """
 
 # aliases are shown by their names, not spelled out
@@ -88,7 +88,7 @@ def delta_rule(
     """
     arrays = {"query": query, "key": key, "value": value, "beta": beta}
     options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
-    return _spread(WITHOUT_GATE, arrays, axis_name, mesh, *options)
+    return _run(WITHOUT_GATE, arrays, axis_name, mesh, *options)
 
 
 @public
@@ -139,7 +139,7 @@ def gated_delta_rule(
     """
     arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
-    return _spread(GATE_PER_HEAD, arrays, axis_name, mesh, *options)
+    return _run(GATE_PER_HEAD, arrays, axis_name, mesh, *options)
 
 
 @public
@@ -189,10 +189,10 @@ def kda(
     """
     arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
-    return _spread(GATE_PER_KEY, arrays, axis_name, mesh, *options)
+    return _run(GATE_PER_KEY, arrays, axis_name, mesh, *options)
 
 
-def _spread(
+def _run(
     recurrence: _tokens.Recurrence,
     arrays: Arrays,
     axis_name: str,
@@ -206,7 +206,7 @@ def _spread(
 ) -> Result:
     arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize}
-    return _tokens.spread(recurrence, arrays, options, axis_name, mesh, platform)
+    return _tokens.run_sharded(recurrence, arrays, options, axis_name, mesh, platform)
 
 
 def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
@@ -219,26 +219,25 @@ def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
 ) -> tuple[Any, jax.Array, jax.Array]:
     phases = implementation.phases or phases_from_wide_states(implementation.run)
-    memory, effect = phases.begin(call, inputs, cu_seqlens)
-    return memory, *_parts(effect)
+    carry, effect = phases.begin(call, inputs, cu_seqlens)
+    return carry, *_unpack(effect)
 
 
-def _pack(matrix: jax.Array, added: jax.Array) -> jax.Array:
+def _pack(transition: jax.Array, added: jax.Array) -> jax.Array:
     """Both beside each other, `[N, H, K, K + V]`."""
-    return jnp.concatenate([matrix, added], -1)
+    return jnp.concatenate([transition, added], -1)
 
 
-def _parts(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _unpack(effect: jax.Array) -> tuple[jax.Array, jax.Array]:
     K = effect.shape[-2]
     return effect[..., :K], effect[..., K:]
 
 
-def _kept(matrix: jax.Array, state: jax.Array) -> jax.Array:
-    return jnp.einsum("nhjk,nhkv->nhjv", matrix, state, precision=lax.Precision.HIGHEST)
+def _matmul(transition: jax.Array, state: jax.Array) -> jax.Array:
+    return jnp.einsum("nhjk,nhkv->nhjv", transition, state, precision=lax.Precision.HIGHEST)
 
 
-# the product of matrices is what one keeps of the other
-ALGEBRA = Algebra(_pack, _parts, _kept, join=_kept, mirror=lambda matrix: matrix.mT)
+ALGEBRA = Algebra(_pack, _unpack, apply=_matmul, compose=_matmul, transpose=lambda transition: transition.mT)
 
 
 def _recurrence(decay: Decay, gate: str) -> _tokens.Recurrence:

@@ -1,6 +1,7 @@
-"""The gated linear recurrence with its tokens spread over a mesh axis.
+"""The gated linear recurrence with its tokens sharded over a mesh axis.
 
-A slice of the tokens multiplies a state by a decay. Its logarithm travels, since a huge one must leave zeros alone.
+The transition of a slice of the tokens is a decay. Devices exchange its logarithm, so that a huge decay leaves zeros
+alone.
 """
 
 # aliases are shown by their names, not spelled out
@@ -27,7 +28,7 @@ from ejkernel.parallel._exchange import Algebra
 from ejkernel.parallel._tokens import Arrays, Result
 from ejkernel.xla_utils.utils import prepare_lens, prepare_sequence_ids
 
-LogDecays = tuple[jax.Array, jax.Array]  # over key dims and over value dims, beside a state
+LogDecays = tuple[jax.Array, jax.Array]  # by key dim and by value dim, both broadcast to a state
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
 
@@ -118,7 +119,7 @@ def _spread(
         **gates,
     }
     options = {"softmax_scale": softmax_scale, "reverse": reverse}
-    return _tokens.spread(RECURRENCE, arrays, options, axis_name, mesh, platform)
+    return _tokens.run_sharded(RECURRENCE, arrays, options, axis_name, mesh, platform)
 
 
 @public
@@ -358,15 +359,15 @@ def _check(arrays: Arrays) -> _checks.LinearAttention:
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
 ) -> tuple[Any, LogDecays, jax.Array]:
-    memory, added = _phases.phases_of(implementation).begin(call, inputs, cu_seqlens)
+    carry, added = _phases.phases_of(implementation).begin(call, inputs, cu_seqlens)
     log_decay, value_log_decay = inputs[3:]
-    return memory, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
+    return carry, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
 
 
 def _log_decays(
     call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None, cu_seqlens: jax.Array | None
 ) -> LogDecays:
-    """What a state is decayed by over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
+    """The log decay of a state over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
 
     def over_tokens(gate: jax.Array | None) -> jax.Array:
         if gate is None:
@@ -396,18 +397,18 @@ def _pack(log_decays: LogDecays, added: jax.Array) -> jax.Array:
     return jnp.block([[added, column], [row, jnp.zeros((N, H, 1, 1), added.dtype)]])
 
 
-def _parts(effect: jax.Array) -> tuple[LogDecays, jax.Array]:
+def _unpack(effect: jax.Array) -> tuple[LogDecays, jax.Array]:
     return (effect[..., :-1, -1:], effect[..., -1:, :-1]), effect[..., :-1, :-1]
 
 
-def _kept(log_decays: LogDecays, state: jax.Array) -> jax.Array:
+def _apply(log_decays: LogDecays, state: jax.Array) -> jax.Array:
     return decayed(state, *log_decays)
 
 
-def _joined(later: LogDecays, earlier: LogDecays) -> LogDecays:
+def _compose(later: LogDecays, earlier: LogDecays) -> LogDecays:
     return later[0] + earlier[0], later[1] + earlier[1]
 
 
-# a decay takes of a cotangent what it takes of a state
-ALGEBRA = Algebra(_pack, _parts, _kept, _joined, mirror=lambda log_decays: log_decays)
+# a decay is its own transpose
+ALGEBRA = Algebra(_pack, _unpack, _apply, _compose, transpose=lambda log_decays: log_decays)
 RECURRENCE = _tokens.Recurrence(PER_TOKEN, _check, bind, IMPLEMENTATIONS, _begin, ALGEBRA)

@@ -1,7 +1,8 @@
-"""Softmax attention with its tokens spread over a mesh axis.
+"""Softmax attention with its tokens sharded over a mesh axis.
 
-Keys and values travel around the ring of devices; each device attends to those that visit it and merges the results
-by their parts of the softmax. The backward pass sends them around again, and their gradients along with them.
+Keys and values travel around the ring of devices. Each device attends to the block that it holds at the moment and
+merges the result into its own, weighted by the softmax's denominators. The backward pass sends keys and values around
+again, and their gradients along with them.
 """
 
 # aliases are shown by their names, not spelled out
@@ -36,7 +37,7 @@ def _passes(module: str) -> Callable[..., Any]:
     return lambda call, name, *arrays: Later(module, name)(call, *arrays)
 
 
-# what attends to one block of keys, for the ring to merge
+# implementations of attention to one block of keys, whose results the ring merges
 BLOCKS = (
     Implementation(
         "triton",
@@ -120,10 +121,10 @@ def flash_attention(
         (2, 64, 4, 16)
     """
     devices = _checks.bound_axis(axis_name) if mesh is None else _checks.mesh_axis(mesh, axis_name)
-    # what is given is one device's part of the tokens, or all of them
-    given = devices if mesh is None else 1
+    # arrays hold one device's part of the tokens, or all of them
+    parts = devices if mesh is None else 1
     slices = _checks.ring_slices(layout)
-    cu, cu_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv, given)
+    cu, cu_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv, parts)
     unbatched = cu is not None and query.ndim == 3
     if unbatched:
         query, key, value = (_checks.unbatched(name, x) for name, x in zip(QKV, (query, key, value), strict=True))
@@ -260,19 +261,19 @@ def _primal(static: Static, arrays: Arrays) -> Array:
 
 def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
     call, ring = static.call, static.ring
-    me = lax.axis_index(ring.axis)
-    queries, starts = ring.split(arrays.query), ring.starts(me, call.queries)
+    device = lax.axis_index(ring.axis)
+    queries, starts = ring.split(arrays.query), ring.starts(device, call.queries)
 
     def visit(results: Any, blocks: Any, shift: Any, begin: int = 0) -> Any:
-        """`results`, as the core's by slice of queries, with what the visiting blocks add."""
-        places = ring.starts((me - shift) % ring.devices, call.keys) + begin
+        """`results` (output, top and total of each slice of queries), with the visiting blocks merged in."""
+        places = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(xs: Any) -> Any:
             results, query, start = xs
 
             def one_block(results: Any, block: Any) -> Any:
                 part = _run_block(static, "forward", *_pair(call, arrays, query, start, *block))
-                return _merged(results, part), None
+                return _merge(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
 
@@ -290,10 +291,10 @@ def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array
     (results, blocks), _ = lax.scan(step, carry, jnp.arange(ring.first, last))
     results = visit(results, blocks, last)
     for shift, begin, end in ring.edges:
-        results = visit(results, ring.hop(_cut(own, begin, end), shift), shift, begin)
+        results = visit(results, ring.hop(_tokens_between(own, begin, end), shift), shift, begin)
     output, top, total = map(ring.join, results)
     if arrays.sinks is not None:
-        output, _, _ = _merged((output, top, total), (jnp.zeros_like(output), *_of_sinks(call, arrays.sinks)))
+        output, _, _ = _merge((output, top, total), (jnp.zeros_like(output), *_sinks_top_and_total(call, arrays.sinks)))
     output = output.astype(call.residual_dtype)
     return output, (arrays, output, top, total)
 
@@ -301,46 +302,43 @@ def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array
 def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
     call, ring = static.call, static.ring
     arrays, output, top, total = residuals
-    me = lax.axis_index(ring.axis)
+    device = lax.axis_index(ring.axis)
     d_sinks = None
     if arrays.sinks is not None:
         alive = total > 0
-        top, parts = _parts((top, total), _of_sinks(call, arrays.sinks))
-        total = parts[0] + parts[1]
+        top, totals = _common_top((top, total), _sinks_top_and_total(call, arrays.sinks))
+        total = totals[0] + totals[1]
         d_sinks = _sinks_gradient(call, arrays.sinks, output, top, total, d_output, alive)
     of_queries = tuple(map(ring.split, (arrays.query, output, top, total, d_output)))
-    starts = ring.starts(me, call.queries)
+    starts = ring.starts(device, call.queries)
 
     def visit(blocks: Any, shift: Any, begin: int = 0) -> Any:
-        """Gradients of the visiting blocks and of the queries, from each other."""
-        places = ring.starts((me - shift) % ring.devices, call.keys) + begin
+        """Gradients of the visiting blocks, and of the queries by way of these blocks."""
+        places = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(sums: Any, xs: Any) -> Any:
             start, query, output, top, total, d_output = xs
 
             def one_block(d_query: Array, block: Any) -> Any:
                 inner, inputs = _pair(call, arrays, query, start, *block)
-                found = _run_block(
-                    static, "backward", inner, inputs, output, top, total, d_output, jnp.zeros_like(total)
-                )
-                return d_query + found.query.astype(call.wide), (
-                    found.key.astype(call.wide),
-                    found.value.astype(call.wide),
-                )
+                rows = output, top, total, d_output, jnp.zeros_like(total)
+                gradients: Inputs = _run_block(static, "backward", inner, inputs, *rows)
+                added, d_key, d_value = (x.astype(call.wide) for x in gradients[:3])
+                return d_query + added, (d_key, d_value)
 
             zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)
             d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, places))
-            return _added(sums, d_blocks), d_query
+            return _add(sums, d_blocks), d_query
 
         zeros = _varying.like(jax.tree.map(lambda x: jnp.zeros(x.shape, call.wide), blocks), arrays.query)
         return lax.scan(one_slice, zeros, (starts, *of_queries))
 
     def step(carry: Any, shift: Array) -> Any:
         blocks, d_blocks, d_query = carry
-        # nothing here waits for what was sent, so that it travels while the device computes
+        # sent first, and nothing here waits for it: it travels while the device computes
         following, arrived = ring.hop(blocks), ring.hop(d_blocks)
         added, d_more = visit(blocks, shift)
-        return (following, _added(arrived, added), d_query + d_more), None
+        return (following, _add(arrived, added), d_query + d_more), None
 
     own = ring.split(arrays.key), ring.split(arrays.value)
     blocks = ring.hop(own, ring.first)
@@ -350,11 +348,11 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
         carry = ring.hop(blocks), d_blocks, d_query
         (blocks, d_blocks, d_query), _ = lax.scan(step, carry, jnp.arange(ring.first + 1, last))
         added, d_more = visit(blocks, last)
-        d_blocks, d_query = _added(ring.hop(d_blocks), added), d_query + d_more
+        d_blocks, d_query = _add(ring.hop(d_blocks), added), d_query + d_more
     d_blocks = ring.hop(d_blocks, 1 - ring.first - ring.visits)
     for shift, begin, end in ring.edges:
-        added, d_more = visit(ring.hop(_cut(own, begin, end), shift), shift, begin)
-        sums = _added(_cut(d_blocks, begin, end), ring.hop(added, -shift))
+        added, d_more = visit(ring.hop(_tokens_between(own, begin, end), shift), shift, begin)
+        sums = _add(_tokens_between(d_blocks, begin, end), ring.hop(added, -shift))
         d_blocks = jax.tree.map(lambda d, new, at=begin: lax.dynamic_update_slice_in_dim(d, new, at, 2), d_blocks, sums)
         d_query = d_query + d_more
     d_query, d_key, d_value = (
@@ -384,39 +382,39 @@ def _block_call(call: Call, keys: int | None = None) -> Call:
 def _pair(
     call: Call, arrays: Arrays, query: Array, start: Array, key: Array, value: Array, place: Array
 ) -> tuple[Call, Inputs]:
-    """A slice of queries and one of keys, which begin at `start` and `place` of all tokens, as a call of the core."""
+    """A slice of queries and a block of keys as a call of their own; they begin at tokens `start` and `place`."""
     call = _block_call(call, key.shape[1])
     cu, cu_kv = arrays.cu_seqlens, arrays.cu_seqlens_kv
     offset = (start - place)[None]
     if cu is not None and cu_kv is not None:
         here, there = jnp.clip(cu - start, 0, call.queries), jnp.clip(cu_kv - place, 0, call.keys)
-        # the core counts both from where the sequence's part in the slice begins
+        # blocks count positions from where the sequence's part in the slice begins
         offset = offset + (cu_kv - cu + here - there)[:-1]
         cu, cu_kv = here, there
     return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset)
 
 
-def _merged(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """The core's results over two sets of keys, from those over each."""
-    top, parts = _parts(one[1:], other[1:])
-    total = parts[0] + parts[1]
-    share, other_share = (jnp.where(part == 0, 0, part / total)[..., None] for part in parts)
+def _merge(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """Output, top and total over two sets of keys, from those over each."""
+    top, totals = _common_top(one[1:], other[1:])
+    total = totals[0] + totals[1]
+    share, other_share = (jnp.where(part == 0, 0, part / total)[..., None] for part in totals)
     return share * one[0] + other_share * other[0], top, total
 
 
-def _parts(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-    """The top over two sets of keys, and the total of each from there, of their own tops and totals."""
+def _common_top(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    """The top over two sets of keys, and the total of each relative to it, from the tops and totals of each."""
     tops = [jnp.where(total == 0, -jnp.inf, top) for top, total in (one, other)]
     top = jnp.maximum(*tops)
     top = jnp.where(top == -jnp.inf, 0, top)
     return top, (jnp.exp(tops[0] - top) * one[1], jnp.exp(tops[1] - top) * other[1])
 
 
-def _added(one: Any, other: Any) -> Any:
+def _add(one: Any, other: Any) -> Any:
     return jax.tree.map(jnp.add, one, other)
 
 
-def _cut(blocks: Any, begin: int, end: int) -> Any:
+def _tokens_between(blocks: Any, begin: int, end: int) -> Any:
     """The tokens from `begin` to `end` of blocks `[slices, B, T, …]`."""
     return jax.tree.map(lambda x: x[:, :, begin:end], blocks)
 
@@ -426,8 +424,8 @@ def _sinks_by_head(call: Call, sinks: Array) -> Array:
     return jnp.broadcast_to(split, (call.kv_heads, call.groups, split.shape[-1])).reshape(call.heads, -1)
 
 
-def _of_sinks(call: Call, sinks: Array) -> tuple[Array, Array]:
-    """Their top and total `[1, 1, H]`, both 0 if they count for nothing."""
+def _sinks_top_and_total(call: Call, sinks: Array) -> tuple[Array, Array]:
+    """The sinks' top and total `[1, 1, H]`, both 0 if all sinks are `-inf`."""
     by_head = _sinks_by_head(call, sinks)[None, None]
     top = by_head.max(-1)
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -437,7 +435,10 @@ def _of_sinks(call: Call, sinks: Array) -> tuple[Array, Array]:
 def _sinks_gradient(
     call: Call, sinks: Array, output: Array, top: Array, total: Array, d_output: Array, alive: Array
 ) -> Array:
-    """From top and total with the sinks; the output of a query without keys does not depend on them."""
+    """The gradient of the sinks, from top and total with the sinks in.
+
+    `alive` are queries that see a key: the output of the others does not depend on the sinks.
+    """
     mean = jnp.where(alive, (output.astype(call.wide) * d_output.astype(call.wide)).sum(-1), 0)
     by_head, pull = jax.vjp(partial(_sinks_by_head, call), sinks)
     weights = jnp.exp(by_head[None, None] - top[..., None]) / jnp.where(alive, total, 1)[..., None]  # [B, T, H, sinks]

@@ -25,8 +25,8 @@ def backward(
     dead = total == 0
     whole = jnp.where(dead, 0, top * LOG2E + jnp.log2(jnp.where(dead, 1, total))).swapaxes(1, 2)
     rows = output, whole, jnp.zeros_like(whole)
-    found = _backward.backward(False, call, Plan.of(call), _alike(inputs), rows, d_output, None)
-    return cotangents(inputs, {"query": found.query, "key": found.key, "value": found.value})
+    gradients = _backward.backward(False, call, Plan.of(call), _alike(inputs), rows, d_output, None)
+    return cotangents(inputs, {"query": gradients.query, "key": gradients.key, "value": gradients.value})
 
 
 def _alike(inputs: Inputs) -> Inputs:
