@@ -192,8 +192,7 @@ def flat(kernel: Any, fields: tuple[str, ...], parameters: tuple[str, ...]) -> A
     class Flat(jit.JITFunction):  # type: ignore[name-defined]
         def parse(self) -> ast.Module:
             tree: ast.Module = super().parse()
-            function = tree.body[0]
-            assert isinstance(function, ast.FunctionDef)
+            function: Any = tree.body[0]
             values = ", ".join(_parameter(name) if name in parameters else "None" for name in fields)
             (packed,) = ast.parse(f"{function.args.args[0].arg} = Arrays({values})").body
             function.args.args[:1] = [ast.arg(_parameter(name)) for name in parameters]
