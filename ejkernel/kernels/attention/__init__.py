@@ -7,7 +7,7 @@ from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.xla import reference
 
-_CUDNN, _SPLASH, _TRITON = (f"{__name__}.{module}" for module in ("cudnn", "splash", "triton"))
+_CUDNN, _SPLASH, _TRITON = (f"attention.{module}" for module in ("cudnn", "splash", "triton"))
 ATTENTION = (Implementation("xla", devices=None, supports=xla.supports, run=reference.run),)
 FLASH_ATTENTION = (
     Implementation(
