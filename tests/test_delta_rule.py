@@ -123,6 +123,24 @@ class TestWhatHoldsOfAnyCall:
         for a, b in zip(gated_delta_rule(**none, g=0 * arrays["g"]), delta_rule(**none), strict=True):
             assert_close(a, b, 1e-12)
 
+    @pytest.mark.parametrize("op", [gated_delta_rule, kda])
+    def test_split_at_every_position(self, op, x64):
+        """Parts are packed, so that one program serves all."""
+        rng, tokens = np.random.default_rng(0), 66
+        query, key, value = rng.normal(size=(3, tokens, 2, 4))
+        key /= np.linalg.norm(key, axis=-1, keepdims=True)
+        gate = -0.3 * rng.exponential(size=(tokens, 2, 4) if op is kda else (tokens, 2))
+        arrays = query, key, value, gate, rng.random((tokens, 2))
+        state, borders = rng.normal(size=(1, 2, 4, 4)), np.arange(tokens + 1)[:, None] * [0, 1]
+        run = jax.jit(lambda x, state, cu_seqlens: op(*x, initial_state=state, cu_seqlens=cu_seqlens))
+        output, final = run(arrays, state, borders[tokens])
+        for position in range(tokens + 1):
+            first, between = run(arrays, state, borders[position])
+            # what is past the end of the second part is padding
+            second, last = run(tuple(np.roll(x, -position, 0) for x in arrays), between, borders[tokens - position])
+            assert_close(np.concatenate([first[:position], second[: tokens - position]]), output, 1e-12)
+            assert_close(last, final, 1e-12)
+
     def test_normalize(self, x64):
         arrays = self.CASE.arrays()
         arrays |= {"key": 3 * arrays["key"], "query": arrays["query"] - 7}

@@ -308,6 +308,24 @@ class TestFamily:
         assert_close(output, expected[0], 1e-5)
         assert_close(states, expected[1], 1e-5)
 
+    def test_split_at_every_position(self, x64):
+        """Parts are packed, so that one program serves all."""
+        rng, tokens = np.random.default_rng(0), 66
+        query, key, value = rng.normal(size=(3, tokens, 2, 4))
+        gate = -0.3 * rng.exponential(size=(tokens, 2, 4))
+        state = rng.normal(size=(2, 4, 4))[None]
+        borders = np.arange(tokens + 1)[:, None] * [0, 1]
+        run = jax.jit(lambda x, state, cu_seqlens: recurrent_gla(*x, initial_state=state, cu_seqlens=cu_seqlens))
+        arrays = query, key, value, gate
+        output, final = run(arrays, state, borders[tokens])
+        for position in range(tokens + 1):
+            first, between = run(arrays, state, borders[position])
+            # what is past the end of the second part is padding
+            second, last = run(tuple(np.roll(x, -position, 0) for x in arrays), between, borders[tokens - position])
+            found = np.concatenate([first[:position], second[: tokens - position]])
+            assert_close(found, output, 1e-12)
+            assert_close(last, final, 1e-12)
+
     def test_layer_may_be_traced(self):
         arrays = {n: x for n, x in self.arrays.items() if n != "initial_state"}
         layers = jax.lax.map(lambda i: lightning_attn(**arrays, layer_idx=i, num_layers=3)[0], jnp.arange(3))

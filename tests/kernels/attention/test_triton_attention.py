@@ -77,6 +77,23 @@ def test_decoding(case, monkeypatch):
     check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
 
 
+BEYOND = {"sliding_window": (9, 0), "query_offset": np.array([60, 42])}
+TWO_STREAMS = {"cu_seqlens": [0, 1, 2, 3], "cu_seqlens_kv": [0, 20, 20, 33], "query_offset": np.array([19, 0, 90])}
+HIDDEN = [
+    Case("queries beyond the keys", queries=3, keys=40, **GROUPED, options=BEYOND, sink_shape=(4, 2)),
+    Case("masked", queries=3, keys=40, **GROUPED, mask_heads=4, dead=(0, 1, 2), sink_shape=(3,)),
+    Case("before the keys", queries=3, keys=40, options={"causal": True, "query_offset": np.array([-10, -2])}),
+    Case("no keys, padding", batch=1, queries=5, keys=40, **GROUPED, options=TWO_STREAMS, sink_shape=(4, 1)),
+]
+
+
+@pytest.mark.parametrize("case", HIDDEN, ids=str)
+def test_few_queries_that_see_nothing(case, monkeypatch):
+    """Of a row with sinks they have the log-sum-exp; the others' is -inf."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 64)
+    check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", [LONG[1], LONG[-1], FEW[2]], ids=str)
 def test_half_precision(case, dtype, monkeypatch):
