@@ -44,7 +44,7 @@ class Op:
             for; the others may be `None` or anything.
         reference: The same outputs as `forward`, in a form that JAX can differentiate any number of times.
         tangent: The same outputs in a form that JAX can differentiate forwards; `None` stands for `reference`.
-        keeps_outputs: Whether `backward` needs the outputs: then its `residuals` are the pair of outputs and residuals.
+        keeps: The part of the outputs that `backward` needs; its `residuals` are then the pair of that and residuals.
         fold: `fold(static, size, inputs, mapped, wanted)` makes one call of `size` mapped ones: the static facts and
             the inputs of that call, whose outputs, residuals and cotangents are then those of the single ones, joined
             along their first axis. Leaves of `inputs` that `mapped` names have the mapped axis first. It gives `None`
@@ -56,7 +56,7 @@ class Op:
     backward: Callable[..., Any]
     reference: Callable[..., Any]
     tangent: Callable[..., Any] | None = None
-    keeps_outputs: bool = False
+    keeps: Callable[[Any], Any] | None = None
     fold: Callable[..., tuple[Any, Any] | None] | None = None
 
 
@@ -85,7 +85,7 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     wanted = tuple(not isinstance(each, Zero) and _has_tangent(each) for each in d_inputs)
     leaves, tree = jax.tree.flatten(outputs)
     # the outputs themselves, not copies among the residuals: whoever else keeps them keeps the same arrays
-    known = (outputs, residuals) if op.keeps_outputs else residuals
+    known = residuals if op.keeps is None else (op.keeps(outputs), residuals)
     problem = _Problem(op, static, jax.tree.structure(inputs), jax.tree.structure(known), tree, wanted)
     moving = [each for each, asked in zip(d_inputs, wanted, strict=True) if asked]
     avals = tuple(jax.typeof(each).to_tangent_aval() for each in leaves)
@@ -306,7 +306,7 @@ def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
 
     tangent = None if op.tangent is None else vmapped(op.tangent)
     forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
-    return Op(forward, with_residuals, backward, reference, tangent, op.keeps_outputs)
+    return Op(forward, with_residuals, backward, reference, tangent, op.keeps)
 
 
 def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:

@@ -45,7 +45,7 @@ def one_by_one(static, size, inputs, mapped, wanted):
 
 
 def op(**options):
-    return Op(plain, with_residuals, backward, plain, keeps_outputs=True, **options)
+    return Op(plain, with_residuals, backward, plain, keeps=lambda outputs: outputs, **options)
 
 
 OPS = {"vmap": op(), "fold": op(fold=folded), "loop": op(fold=one_by_one), "tangent": op(tangent=plain)}
@@ -125,7 +125,7 @@ def test_reverse_mode_runs_the_op_itself():
     def forbidden(*_):
         raise AssertionError("the reference was traced")
 
-    kernels = Op(plain, with_residuals, backward, forbidden, keeps_outputs=True)
+    kernels = Op(plain, with_residuals, backward, forbidden, keeps=lambda outputs: outputs)
     gradient = jax.jit(jax.grad(loss(function(partial(call, kernels))), (0, 1)))
     assert gradient.lower(X, Y).as_text().count("stablehlo.cosine") == 1
 
@@ -137,6 +137,6 @@ def test_a_cotangent_that_nobody_gives_is_none():
         seen.append((cotangents["product"] is None, cotangents["sum"] is None, wanted))
         return backward(static, inputs, residuals, cotangents, wanted)
 
-    recording = Op(plain, with_residuals, record, plain, keeps_outputs=True)
+    recording = Op(plain, with_residuals, record, plain, keeps=lambda outputs: outputs)
     jax.grad(lambda x: function(partial(call, recording))(x, Y).sum())(X)
     assert seen == [(False, True, Inputs(True, False, False))]

@@ -1,6 +1,7 @@
 """The kernels of a call as an op that JAX can differentiate and map."""
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def _without_padding(inputs: Inputs, rows: Array, fill: float) -> Array:
 
 
 def _backward(static: Static, inputs: Inputs, residuals: Any, d_outputs: Any, wanted: Inputs) -> Inputs:
-    (call, plan), ((output, _), (top, total)), (d_output, d_lse) = static, residuals, d_outputs
+    (call, plan), (output, (top, total)), (d_output, d_lse) = static, residuals, d_outputs
     d_output = jnp.zeros_like(output) if d_output is None else d_output
     d_lse = None if d_lse is None else _without_padding(inputs, d_lse, 0).swapaxes(1, 2)
     # a bias' gradient costs as much as all the others
@@ -103,4 +104,4 @@ def _fold(static: Static, size: int, inputs: Inputs, mapped: Inputs, wanted: Inp
     return (larger, plan), folded
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, keeps_outputs=True, fold=_fold)
+OP = Op(_forward, _with_residuals, _backward, _reference, keeps=itemgetter(0), fold=_fold)

@@ -5,6 +5,7 @@ Gradients recompute the weights from what is kept of each row of scores: its lar
 """
 
 import functools
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def _with_residuals(call: Call, inputs: Inputs) -> tuple[tuple[Array, Array], tu
 
 
 def _backward(call: Call, inputs: Inputs, residuals: Any, cotangents: Any, wanted: Inputs) -> Inputs:
-    ((output, _), (top, total)), (d_output, d_lse) = residuals, cotangents
+    (output, (top, total)), (d_output, d_lse) = residuals, cotangents
     d_output = jnp.zeros_like(output) if d_output is None else d_output
     d_total = jnp.zeros_like(total) if d_lse is None else jnp.where(total == 0, 0, d_lse / total)
     return blocks.backward(call, inputs, output, top, total, d_output, d_total)
@@ -79,4 +80,4 @@ def _log_sum_exp(top: Array, total: Array) -> Array:
     return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_tangent, keeps_outputs=True)
+OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_tangent, keeps=itemgetter(0))
