@@ -385,3 +385,18 @@ def test_contract_paths_take_the_contract_arguments():
     assert [each.name for each in mine[: len(contract)]] == [each.name for each in contract]
     assert all(each.kind == inspect.Parameter.KEYWORD_ONLY for each in mine[len(contract) :])
     assert pinned is _interface.flash_attention
+
+
+def test_gradients_of_scores_beyond_float16(x64):
+    """Those of query and key fit into float16 where what they are made of does not."""
+    random = np.random.default_rng(0)
+    query, key, value, cotangent = random.uniform(-1, 1, size=(4, 1, 9, 2, 8))
+    arrays = [0.01 * query, 0.01 * key, 2.0**13 * value]
+
+    def gradients(dtype):
+        moving = [jnp.asarray(x, jnp.float16).astype(dtype) for x in arrays]
+        pull = jax.vjp(functools.partial(flash_attention, causal=True), *moving)[1]
+        return pull(jnp.asarray(2.0**8 * cotangent, jnp.float16).astype(dtype))
+
+    for actual, exact in zip(gradients(jnp.float16), gradients(jnp.float64), strict=True):
+        assert_close(actual, exact, 2e-3, "gradient")

@@ -94,9 +94,9 @@ def backward(
                 d_bias = _add_bias(d_bias, d_scores, columns.at)
             d_scores = d_scores * call.scale if slope is None else d_scores * slope * call.scale
             weights = jnp.where(columns.allowed, _drop(p, rows, columns, weights), 0)
-            d_value = _add_keys(call, d_value, columns, weights, finite(p, d_output))
-            d_key = _add_keys(call, d_key, columns, d_scores, finite(p, query))
-            d_query = d_query + _matmul(call, _narrow(d_scores, columns.key), finite(p, columns.key))
+            d_value = _add_keys(call, d_value, columns, _narrow(weights, d_output), finite(p, d_output))
+            d_key = _add_keys(call, d_key, columns, _narrow_gradient(d_scores, query), finite(p, query))
+            d_query = d_query + _matmul(call, _narrow_gradient(d_scores, columns.key), finite(p, columns.key))
             return d_key, d_value, d_query, d_bias
 
         mine = _varying.like((jnp.zeros(query.shape, call.wide), _no_bias(p, rows)), query)
@@ -161,6 +161,11 @@ def _narrow(x: Array, partner: Array) -> Array:
     return x.astype(partner.dtype) if partner.dtype.itemsize == 2 else x
 
 
+def _narrow_gradient(x: Array, partner: Array) -> Array:
+    """The same for gradients of scores, for which float16 has not the range."""
+    return x if partner.dtype == jnp.float16 else _narrow(x, partner)
+
+
 def _drop(p: Problem, rows: Rows, columns: Columns, x: Array) -> Array:
     """`x`, a block of weights or of their gradients, after dropout."""
     if p.dropout_key is None:
@@ -183,7 +188,7 @@ def _finish(p: Problem, top: Array, total: Array, sums: Array) -> tuple[Array, A
 
 def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: Array) -> Array:
     """`sums`, `[B, Hkv, L, ·]`, with this block's keys' share of `weights`ᵀ `rows` added."""
-    pair = alike(_flat(_narrow(weights, rows)), _flat(rows))
+    pair = alike(_flat(weights), _flat(rows))
     share = jnp.einsum("bnqk,bnqd->bnkd", *pair, preferred_element_type=call.wide, precision=call.precision)
     at, size = columns.at, share.shape[2]
     # a block may hold keys of the next sequence, which a NaN of this one must not reach
