@@ -7,6 +7,7 @@ from ejkernel import xla_utils
 from ejkernel._debug import debug
 from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, explain
 from ejkernel._mesh import GatheredWarning
+from ejkernel._version import __version__ as __version__
 from ejkernel.attention import attention, flash_attention
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.linear_attention import (
@@ -20,8 +21,6 @@ from ejkernel.linear_attention import (
 
 if TYPE_CHECKING:
     from ejkernel import parallel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "GatheredWarning",

@@ -6,18 +6,15 @@ from pathlib import Path
 
 import jax
 
+from ejkernel._version import __version__
+
 
 def _file() -> Path:
     """Whose presence says so."""
-    from ejkernel import __version__
-
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = f"{__version__}-jax-{jax.__version__}-{jax.devices()[0].device_kind}"
-    return (
-        Path(folder)
-        / "ejkernel"
-        / f"checked-{''.join(each if each.isalnum() or each in '.-' else '_' for each in name)}"
-    )
+    safe = "".join(each if each.isalnum() or each in ".-" else "_" for each in name)
+    return Path(folder) / "ejkernel" / f"checked-{safe}"
 
 
 def remember() -> None:

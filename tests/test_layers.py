@@ -9,7 +9,19 @@ import ejkernel
 ROOT = Path(ejkernel.__file__).parent
 # Lower layers first; a module may import from its own layer and the ones below.
 LAYERS = (
-    ("ejkernel._checks", "ejkernel._command_line", "ejkernel._mesh", "ejkernel._sharding", "ejkernel.bench.timing"),
+    (
+        "ejkernel._checked",
+        "ejkernel._checks",
+        "ejkernel._command_line",
+        "ejkernel._debug",
+        "ejkernel._devices",
+        "ejkernel._front",
+        "ejkernel._mesh",
+        "ejkernel._normalization",
+        "ejkernel._sharding",
+        "ejkernel._version",
+        "ejkernel.bench.timing",
+    ),
     ("ejkernel.xla_utils",),
     ("ejkernel._dispatch",),
     (

@@ -64,7 +64,8 @@ def main(capability, dtype, dims, decay):
     def program():
         arrays, cotangents = triton_cases.make(case)
         with mock.patch.object(configs, "configure", lambda *given: replace(configure(*given), **filled)):
-            jax.eval_shape(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents))
+            # lowered, not only traced: what a backward pass launches is found then
+            jax.jit(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents)).lower()
 
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
     return [(name, shared_memory(int(capability), *each)) for name, *each in found]

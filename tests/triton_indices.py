@@ -204,7 +204,7 @@ def launches(case):
         return results, pull((d_output, d_last))
 
     inputs = (*tokens, value, gates[case.decay], by_value, state)
-    return recorded(lambda: jax.eval_shape(run, inputs, borders, d_output, state))
+    return recorded(lambda: jax.jit(run).lower(inputs, borders, d_output, state))
 
 
 def attention_launches(shapes, fixed, options):
@@ -222,7 +222,7 @@ def attention_launches(shapes, fixed, options):
         output, pull = jax.vjp(forward, arrays)
         return pull(output)
 
-    return recorded(lambda: jax.eval_shape(run, arrays, arrays_of_facts))
+    return recorded(lambda: jax.jit(run).lower(arrays, arrays_of_facts))
 
 
 def intermediate(kernel, values, constants):

@@ -60,7 +60,8 @@ def forward(
     if p.mixed:
         output = jnp.where(_sees_nan(p), jnp.nan, output)
         # padding, which sinks have reached
-        inside = jnp.arange(call.queries) < inputs.cu_seqlens[-1]  # type: ignore[index]
+        end = inputs.cu_seqlens[-1]  # type: ignore[index]
+        inside = jnp.arange(call.queries, dtype=end.dtype) < end
         top, total = jnp.where(inside, top, 0), jnp.where(inside, total, 0)
     output = output if p.alive is None else jnp.where(p.alive, output, 0)
     return heads_last(call, output).astype(call.residual_dtype), heads_last(call, top), heads_last(call, total)

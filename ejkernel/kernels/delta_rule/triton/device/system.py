@@ -42,7 +42,8 @@ def store_reads(p, b_score, b_inverse, i_chunk, o_r, CALL: tl.constexpr):
     """Stores what the inverse makes of the scores of queries with keys up to them, decayed."""
     # here and not in the walk: what cancels, as it does where keys coincide, does so before anything is rounded
     C: tl.constexpr = CALL.chunk
-    b_read = product(b_score, b_inverse, CALL.invert)
+    INVERT: tl.constexpr = CALL.invert
+    b_read = product(b_score, b_inverse, INVERT)
     tl.store(p.reads + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :], b_read.to(p.reads.dtype.element_ty))
 
 
