@@ -1,33 +1,35 @@
 """Whether `ejkernel check` has passed here, for this version and chip: an empty file in the user's cache folder."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import jax
 
+from ejkernel import _cache_folder
 from ejkernel._version import __version__
 
 
-def _file() -> Path:
-    """Whose presence says so."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+def _file() -> Path | None:
+    """Whose presence says so; `None` where nothing is kept."""
+    folder = _cache_folder.folder()
     name = f"{__version__}-jax-{jax.__version__}-{jax.devices()[0].device_kind}"
     safe = "".join(each if each.isalnum() or each in ".-" else "_" for each in name)
-    return Path(folder) / "ejkernel" / f"checked-{safe}"
+    return None if folder is None else folder / f"checked-{safe}"
 
 
 def remember() -> None:
     """Notes that it has passed; a folder that cannot be written is no error."""
-    with contextlib.suppress(OSError):
-        file = _file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+    file = _file()
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
 
 
 def passed() -> bool:
     """Whether it has."""
+    file = _file()
     try:
-        return _file().exists()
+        return file is not None and file.exists()
     except OSError:
         return False

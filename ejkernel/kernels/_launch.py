@@ -9,10 +9,12 @@ import collections
 import functools
 import importlib
 import inspect
+import os
+import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 
 from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
-from ejkernel.kernels import _pallas, _varying
+from ejkernel.kernels import _kernel_cache, _pallas, _varying
 
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
@@ -108,49 +110,127 @@ def launch(
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
     given, made, before = operands(inputs, outputs, in_place)
     parameters = list(given)
-    aliases = {parameters.index(source): list(made).index(name) for name, source in before.items()}
-    call = functools.partial(
-        module.triton_call,
-        kernel=flat(kernel, (*inputs, *outputs), (*given, *made)),
-        grid=(programs,),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        CALL=constants,
+    arrays = [each for each in given.values() if not isinstance(each, int)]
+    it = Launch(
+        flat(kernel, (*inputs, *outputs), (*given, *made)),
+        tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays),
+        tuple(each for each in given.values() if isinstance(each, int)),
+        tuple(made.values()),
+        tuple((parameters.index(source), list(made).index(name)) for name, source in before.items()),
+        programs,
+        tile,
+        constants,
+        _kernel_cache.of_this_pass(),
     )
-    first, *rest = given.values()
-    arguments = [_operand().bind(first), *rest]
-    if "out_type" not in inspect.signature(module.triton_call).parameters:
-        results = call(*arguments, out_shape=tuple(made.values()), input_output_aliases=aliases)
+    if "out_type" in inspect.signature(module.triton_call).parameters:
+        results = _call_as_of_0_4(it, arrays, list(made))
     else:
-        results = _call_as_of_0_4(call, arguments, list(made), tuple(made.values()), aliases)
-    # jax-triton forgets over which axes of a mesh its results vary
-    arrays = [each for each in arguments if isinstance(each, jax.Array)]
+        it.beside.append(it)
+        results = _primitive().bind(*arrays, launch=it)
+    # kernels' results do not say over which axes of a mesh they vary
     results = _varying.align((*arrays, *results))[len(arrays) :]
     return named(outputs, dict(zip(made, results, strict=True)))
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, all that it is compiled for, and how it is launched.
+
+    Attributes:
+        kernel: what `flat` returns
+        arrays: shapes and dtypes of its first parameters
+        sizes: the integers that follow them
+        outputs: shapes and dtypes of its last parameters
+        aliases: pairs of an array and the output that takes its memory
+        programs: how many there are
+        tile: how the kernel is cut
+        constants: its `CALL`
+        beside: launches of its pass whose compilation has not begun; they are compiled side by side
+    """
+
+    kernel: Any
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    sizes: tuple[int, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    aliases: tuple[tuple[int, int], ...]
+    programs: int
+    tile: Tile
+    constants: Any
+    beside: list[Any] = field(compare=False, repr=False)
+
+    def options(self) -> dict[str, Any]:
+        """The keywords that every version of jax-triton takes."""
+        tile = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        return {"kernel": self.kernel, "grid": (self.programs,), "CALL": self.constants, **tile}
+
+    def key(self) -> str:
+        """A name for what `compile` returns."""
+        versions = [
+            getattr(sys.modules.get(name), "__version__", None) for name in ("jax", "jaxlib", "jax_triton", "triton")
+        ]
+        settings = sorted(each for each in os.environ.items() if each[0].startswith(_COMPILER_SETTINGS))
+        types = [(each.shape, str(each.dtype)) for each in (*self.arrays, *self.outputs)]
+        # Triton's key of a kernel is of its source, and of all functions that it calls
+        facts = self.kernel.cache_key, self.kernel.arg_names, types, self.sizes, self.aliases, self.programs, self.tile
+        return _kernel_cache.digest(versions, settings, capability(), *facts, self.constants)
+
+    def compile(self) -> bytes:
+        """What XLA is given to launch the kernel, from jax-triton, which compiles it when it lowers a call."""
+
+        def call(*arrays: jax.Array) -> Any:
+            aliases = dict(self.aliases)
+            sized = (*arrays, *self.sizes)
+            return _jax_triton().triton_call(
+                *sized, out_shape=self.outputs, input_output_aliases=aliases, **self.options()
+            )
+
+        # dtypes of 64 bits stay as they are
+        with jax.enable_x64(True):
+            module = jax.jit(call).trace(*self.arrays).lower(lowering_platforms=("cuda",)).compiler_ir()
+        (main,) = (each for each in module.body.operations if each.name.value == "main")
+        (custom_call,) = (each for each in main.body.blocks[0].operations if each.name == "stablehlo.custom_call")
+        compiled: bytes = custom_call.attributes["backend_config"].value_bytes
+        return compiled
+
+
+# environment variables that change what Triton compiles begin so
+_COMPILER_SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_LLVM_OPT", "NVPTX_")
+
+
 @functools.cache
-def _operand() -> Any:
-    """The identity as an operation, which warns when it is lowered for devices that XLA would split a kernel over."""
+def _primitive() -> Any:
+    """A launch as an operation: its kernel is compiled, or read from a file, when the operation is lowered."""
     # not at the top: `import ejkernel` must not import Pallas, which the first of these does
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
 
-    identity = Primitive("ejkernel_triton_operand")
-    identity.def_impl(lambda x: x)
-    identity.def_abstract_eval(lambda aval: aval)
+    primitive = Primitive("ejkernel_triton_launch")
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, launch: jax.jit(functools.partial(primitive.bind, launch=launch))(*arrays))
+    primitive.def_abstract_eval(
+        lambda *_, launch: [jax.core.ShapedArray(each.shape, each.dtype) for each in launch.outputs]
+    )
 
-    def lower(ctx: Any, x: Any) -> Any:
+    def lower(ctx: Any, *arrays: Any, launch: Launch) -> Any:
         if not _pallas.one_device(ctx.module_context.axis_context):
             _warn_once(
-                "XLA cannot split Triton kernels over the devices of a mesh: arrays sharded over its Auto axes are "
-                "gathered, and every device computes the whole call. On a mesh with Explicit axes, or inside "
-                "jax.shard_map, each device computes its own part"
+                "XLA cannot split Triton kernels in an exported program or inside a jax.shard_map that leaves axes of "
+                "the mesh out: arrays sharded over these are gathered, and every device computes the whole call. "
+                "Inside a jax.shard_map over all axes each device computes its own part"
             )
-        return [x]
+        while launch.beside:
+            each = launch.beside.pop()
+            _kernel_cache.start(each.key(), each.compile)
+        rule: Any = jax.ffi.ffi_lowering(
+            "triton_kernel_call",
+            api_version=2,
+            backend_config=_kernel_cache.get(launch.key(), launch.compile),  # type: ignore[arg-type]
+            operand_output_aliases=dict(launch.aliases),
+        )
+        return rule(ctx, *arrays)
 
-    mlir.register_lowering(identity, lower)
-    return identity
+    mlir.register_lowering(primitive, lower, platform="cuda")
+    return primitive
 
 
 def operands(
@@ -211,22 +291,18 @@ def _parameter(name: str) -> str:
     return f"given_{name}"
 
 
-def _call_as_of_0_4(
-    call: functools.partial[Any],
-    arguments: Sequence[Any],
-    names: Sequence[str],
-    outputs: tuple[jax.ShapeDtypeStruct, ...],
-    aliases: dict[int, int],
-) -> tuple[jax.Array, ...]:
+def _call_as_of_0_4(launch: Launch, arrays: Sequence[jax.Array], names: Sequence[str]) -> tuple[jax.Array, ...]:
     """Kernels have a parameter for each output. jax-triton 0.4 has none for an output that is aliased to an input.
 
     So that parameter gets the input once more, and it is this one which the output is aliased to. The other may be a
     copy, or the same memory, as it was before 0.4.
     """
-    of_outputs = sorted((output, argument) for argument, output in aliases.items())
+    arguments = *arrays, *launch.sizes
+    of_outputs = sorted((output, argument) for argument, output in launch.aliases)
     again = {_parameter(names[output]): arguments[argument] for output, argument in of_outputs}
     renumbered = {len(arguments) + i: output for i, (output, _) in enumerate(of_outputs)}
     with warnings.catch_warnings():
         # 0.4 would rather have references, which 0.3 does not know
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return call(*arguments, **again, out_type=outputs, input_output_aliases=renumbered)
+        outputs, call = launch.outputs, _jax_triton().triton_call
+        return call(*arguments, **again, **launch.options(), out_type=outputs, input_output_aliases=renumbered)

@@ -27,7 +27,7 @@ from ejkernel.kernels.linear_recurrence.call import Call as linear_recurrence_ca
 from ejkernel.kernels.linear_recurrence.triton import launcher as linear_recurrence
 
 X, Y = jnp.ones((2, 3)), jnp.zeros((2, 3))
-OUTPUTS = {"first": jax.ShapeDtypeStruct((4,), jnp.float32), "second": jax.ShapeDtypeStruct((), jnp.int32)}
+OUTPUTS = {"first": jax.ShapeDtypeStruct((4,), jnp.float32), "second": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,35 @@ def asked():
 @pytest.fixture
 def flat(monkeypatch):
     """What kernels are asked for with parameters instead of a tuple."""
-    monkeypatch.setattr(_launch, "flat", lambda *given: given)
+    monkeypatch.setattr(_launch, "flat", lambda *given: Flat(given))
+
+
+@dataclass(frozen=True)
+class Flat:
+    """In the place of a kernel of Triton's."""
+
+    given: tuple
+    cache_key = "source"
+    arg_names = ()
 
 
 def older(asked):
-    def triton_call(*arguments, kernel, out_shape, grid, **options):
-        asked.update(options, arguments=arguments, kernel=kernel, outputs=out_shape, grid=grid)
-        return tuple(jnp.zeros(each.shape, each.dtype) for each in out_shape)
+    def triton_call(*arguments, out_shape, **options):
+        asked.update(options, arguments=arguments, outputs=out_shape)
+        arrays = [each for each in arguments if isinstance(each, jax.Array)]
+        compiled = {"custom_call_api_version": 2, "legacy_backend_config": "compiled"}
+        return jax.ffi.ffi_call("triton_kernel_call", out_shape, **compiled)(*arrays)
 
     return triton_call
 
 
 def newer(asked):
-    def triton_call(*arguments, kernel, out_type=None, grid, input_output_aliases, **options):
+    def triton_call(*arguments, out_type=None, input_output_aliases, **options):
         if input_output_aliases:
             warnings.warn("input_output_aliases is deprecated. Pass references", DeprecationWarning, stacklevel=2)
         options["input_output_aliases"] = input_output_aliases
-        return older(asked)(*arguments, kernel=kernel, out_shape=out_type, grid=grid, **options)
+        asked.update(options, arguments=arguments, outputs=out_type)
+        return tuple(jnp.zeros(each.shape, each.dtype) for each in out_type)
 
     return triton_call
 
@@ -90,25 +102,31 @@ def newer(asked):
 def test_launch_asks_either_version_of_jax_triton(
     version, in_place, parameters, aliases, named, asked, flat, monkeypatch
 ):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=version(asked)))
-    results = _launch.launch(
-        "kernel",
-        {"x": X, "gate": None, "n": 7},
-        OUTPUTS | {"third": None},
-        constants=Constants(16),
-        programs=5,
-        tile=Tile(16, warps=8, stages=2),
-        in_place=in_place,
-    )
-    assert results._fields == ("first", "second", "third")
-    assert [(each.shape, each.dtype) for each in results[:2]] == [((4,), jnp.float32), ((), jnp.int32)]
-    assert results.third is None
+
+    def launch():
+        results = _launch.launch(
+            "kernel",
+            {"x": X, "gate": None, "n": 7},
+            OUTPUTS | {"third": None},
+            constants=Constants(16),
+            programs=5,
+            tile=Tile(16, warps=8, stages=2),
+            in_place=in_place,
+        )
+        assert results._fields == ("first", "second", "third") and results.third is None
+        return results[:2]
+
+    lowered = jax.jit(launch).trace().lower(lowering_platforms=("cuda",))
+    assert [(each.shape, each.dtype) for each in lowered.out_info] == [((4,), jnp.float32), ((2, 3), jnp.float32)]
+    *arrays, size = asked.pop("arguments")
+    # jax-triton's aliases count arrays alone, so no size may come before one
+    assert ([each.shape for each in arrays], size) == ([(2, 3)] * (1 + len(parameters)), 7)
     fields = ("x", "gate", "n", "first", "second", "third")
     assert asked == named | {
-        # jax-triton's aliases count arrays alone, so no size may come before one
-        "arguments": (X, *([Y] if parameters else []), 7),
-        "kernel": ("kernel", fields, ("x", *parameters, "n", "first", "second")),
+        "kernel": Flat(("kernel", fields, ("x", *parameters, "n", "first", "second"))),
         "outputs": tuple(OUTPUTS.values()),
         "grid": (5,),
         "num_warps": 8,
@@ -116,6 +134,11 @@ def test_launch_asks_either_version_of_jax_triton(
         "CALL": Constants(16),
         "input_output_aliases": aliases,
     }
+    if version is older:
+        (call,) = [line for line in lowered.as_text().splitlines() if "@triton_kernel_call" in line]
+        assert 'backend_config = "compiled"' in call
+        (aliased,) = aliases or [None]
+        assert aliases == {} or re.search(rf"output_tuple_indices = \[1\],\s*operand_index = {aliased},", call)
 
 
 def test_two_aliases_in_the_order_of_the_outputs(asked, flat, monkeypatch):
@@ -144,22 +167,45 @@ def test_parameters_instead_of_a_tuple():
     }
 
 
-def test_what_jax_triton_makes_of_a_launch():
-    """It takes the kernel, and the state is updated in place."""
+def test_what_jax_triton_makes_of_a_launch(tmp_path):
+    """It takes the kernel, and the state is updated in place. Another process compiles nothing."""
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("jax-triton is not installed (the extra cuda)")
     script = Path(__file__).parents[1] / "triton_lowered.py"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    env["EJKERNEL_CACHE_DIR"] = str(tmp_path)
+    run, again = (
+        subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, env=env)
+        for given in ([], ["compiled"])
+    )
     assert run.returncode == 0, run.stderr
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == run.stdout
     (call,) = [line for line in run.stdout.splitlines() if "@triton_kernel_call" in line]
     operands = re.search(r"@triton_kernel_call\((.*?)\)", call)[1].split(", ")
     # query, key, value, and the state that it starts from, once
     assert len(operands) == 4
     assert re.search(r"output_tuple_indices = \[1\],\s*operand_index = 3,", call), call
-    # on one device, mapped over two, and left to XLA to split over two
-    assert run.stdout.splitlines()[-1] == "warned: False False True"
+    # on one device, mapped over two, and split over two when XLA partitions the program
+    assert run.stdout.splitlines()[-1] == "warned: False False False"
+
+
+def test_what_xla_is_given_for_each_gpu_of_a_mesh():
+    """Kernels on the device's own rows and heads, forward and backward; none is left in the program for all of them."""
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax-triton is not installed (the extra cuda)")
+    tests = Path(__file__).parents[1]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    run = subprocess.run([sys.executable, tests / "triton_partitioned.py"], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 10
+    for line in lines:
+        # the forward and the backward pass, no kernel beside them, and in both a device's own kernels
+        assert re.fullmatch(r".+: 2 0 \[[1-9]\d*, [1-9]\d*\]", line), line
 
 
 def test_device_code_has_few_parameters():
