@@ -1,23 +1,27 @@
-"""A call on arrays that are sharded over `Explicit` axes of a mesh: each device runs it on its own rows and heads.
+"""A call on arrays that are sharded over a mesh: each device runs it on its own rows and heads.
 
-Shardings are part of types there, so they are known when a call is traced, and `shard_map` can map it. What an axis
-does not shard is shared by its devices, and `shard_map` sums its gradient over them.
+Along `Explicit` axes shardings are part of types, so they are known when a call is traced, and `shard_map` maps it.
+Along `Auto` axes they are known when XLA partitions a program: `kernels._partitioned` asks then how a call is split.
+What an axis does not shard is shared by its devices, and its gradient is summed over them.
 """
 
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as Named
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel import _sharding
 
 Axes = tuple[str, ...]
+Shape = tuple[int, ...]
 
 
 class GatheredWarning(UserWarning):
@@ -27,17 +31,15 @@ class GatheredWarning(UserWarning):
 class Call(Protocol):
     """What is asked of a call here."""
 
-    @property
-    def heads(self) -> int: ...
-
     def dims(self) -> dict[str, str]:
         """The dimensions of its arrays by name, a letter each: `B` for rows and `H` for heads, whatever their number.
 
-        `*` alone is a random key, of which every device makes its own.
+        Ops without heads have `H` for channels that are computed each by itself. `*` alone is the two words of a random
+        key, to which a device's part has its place added, see `Split.own`.
         """
         ...
 
-    def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> Any:
+    def part(self, rows: int, heads: int, shapes: dict[str, Shape | None]) -> Any:
         """The call that a device has where so many share the rows and heads, its arrays having these shapes."""
         ...
 
@@ -45,53 +47,176 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class Mapping:
-    """How a call is mapped over a mesh.
+class Part:
+    """What a device has of an array.
 
     Attributes:
-        mesh: the mesh
-        call: the call that each device runs
-        heads: the axes that heads are sharded over
-        specs: how its arrays are sharded, `None` for absent ones
-        chosen: of each array the dimension of which a device takes one head out of some, or `None`; -1 for random keys
-        results: how the results are sharded
+        shape: its shape
+        rows: the dimension whose rows the devices share out; `None` if each has all there are
+        heads: the same of heads
+        chosen: the dimension of which a device takes the one head that its own heads read, out of fewer than devices
+        is_key: whether it is a random key
     """
 
-    mesh: _sharding.AnyMesh
+    shape: Shape
+    rows: int | None = None
+    heads: int | None = None
+    chosen: int | None = None
+    is_key: bool = False
+
+    def spec(self, rows: Axes, heads: Axes) -> PartitionSpec:
+        """How the array is sharded where rows and heads are over these axes."""
+        axes = {self.rows: rows, self.heads: heads}
+        return PartitionSpec(*(axes.get(i) or None for i in range(len(self.shape))))
+
+
+def part_of(shape: Shape, letters: str, rows: int, heads: int) -> Part:
+    """What a device has of an array where so many share rows and heads."""
+    if letters == "*":
+        return Part(shape, is_key=True)
+    local, dims = list(shape), {"B": rows, "H": heads}
+    at: dict[str, int] = {}
+    for dim, letter in enumerate(letters):
+        devices = dims.get(letter)
+        if devices is None:
+            continue
+        if local[dim] % devices == 0:
+            at[letter], local[dim] = dim, local[dim] // devices
+        elif letter == "H" and local[dim] > 1:
+            at["chosen"], local[dim] = dim, 1
+    return Part(tuple(local), at.get("B"), at.get("H"), at.get("chosen"))
+
+
+def parts(call: Call, shapes: Named[str, Shape | None], rows: int, heads: int) -> tuple[Any, dict[str, Part | None]]:
+    """The call that each of so many devices has, and what it has of the arrays of these shapes."""
+    dims = call.dims()
+    found = {name: None if shape is None else part_of(shape, dims[name], rows, heads) for name, shape in shapes.items()}
+    local = {name: None if each is None else each.shape for name, each in found.items()}
+    return call.part(rows, heads, local), found
+
+
+@dataclass(frozen=True)
+class Split:
+    """A call, split over the axes of a mesh.
+
+    Attributes:
+        whole: the call
+        call: the call that each device runs
+        rows: the axes that rows are sharded over
+        heads: the axes that heads are sharded over
+        arrays: what a device has of the call's arrays, in their order, `None` for absent ones
+    """
+
+    whole: Any
     call: Any
+    rows: Axes
     heads: Axes
-    specs: tuple[PartitionSpec | None, ...]
-    chosen: tuple[int | None, ...]
+    arrays: tuple[Part | None, ...]
+
+    def specs(self) -> tuple[PartitionSpec | None, ...]:
+        """How the call's arrays are sharded."""
+        return tuple(None if each is None else each.spec(self.rows, self.heads) for each in self.arrays)
+
+    def own(self, x: Any, part: Part | None) -> Any:
+        """An array as the device's call reads it, from what it has by the array's spec.
+
+        That is one head, if `part` says so. The words of a random key are followed by the numbers of the device's first
+        head and of a row's heads, both counted in the whole call, so that weights are drawn as on one device.
+        """
+        if part is not None and part.is_key:
+            first = _index(self.rows) * (self.call.batch * self.whole.heads) + _index(self.heads) * self.call.heads
+            return jnp.concatenate([x, jnp.stack([first, jnp.full_like(first, self.whole.heads)])])
+        if part is None or part.chosen is None:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, self._chosen(x.shape[part.chosen]), 1, part.chosen)
+
+    def of_all(self, x: jax.Array, part: Part, shape: Shape) -> jax.Array:
+        """The cotangent of an array of this shape from that of what `own` gives, summed over devices that share it."""
+        if part.chosen is not None:
+            heads = shape[part.chosen]
+            zeros = jnp.zeros((*x.shape[: part.chosen], heads, *x.shape[part.chosen + 1 :]), x.dtype)
+            x = jax.lax.dynamic_update_slice_in_dim(zeros, x, self._chosen(heads), part.chosen)
+        axes = (*(self.rows if part.rows is None else ()), *(self.heads if part.heads is None else ()))
+        return jax.lax.psum(x, axes) if axes else x
+
+    def _chosen(self, heads: int) -> jax.Array:
+        """Which of so many heads, which are fewer than devices, this device's heads read."""
+        devices = self.whole.heads // self.call.heads
+        return (_index(self.heads) // np.uint32(devices // heads)).astype(np.int32)
+
+
+def split(
+    call: Call,
+    mesh: Any,
+    shapes: Named[str, Shape | None],
+    specs: Named[str, PartitionSpec],
+    results: Sequence[tuple[Shape, str]] = (),
+) -> Split:
+    """How a call is split whose arrays, by name, have these shapes, and these shardings over a mesh.
+
+    `results` are shapes and dimensions of what the call is to give. It warns of arrays that have to be gathered.
+    """
+    dims = {name: each for name, each in call.dims().items() if shapes.get(name) is not None}
+    letters = next(iter(dims.values()))  # those of the query, and of whatever else has all heads
+    alike = [name for name, each in list(dims.items())[:3] if len(each) == len(letters)]
+    lead = max(alike, key=lambda name: _heads(shapes[name], dims[name]))  # type: ignore[arg-type]
+    of_letters = dict(zip(dims[lead], map(_sharding.axes_of, specs[lead]), strict=False))
+    rows, heads = of_letters.get("B", ()), of_letters.get("H", ())
+    by_rows, by_heads = _size(mesh, rows), _size(mesh, heads)
+    batch = shapes[lead][dims[lead].index("B")] if rows else 1  # type: ignore[index]
+    if batch % by_rows:
+        _warn(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
+        rows, by_rows = (), 1
+    counts = {name: _heads(shapes[name], each) for name, each in dims.items()}  # type: ignore[arg-type]
+    refused = [(name, own) for name, each in counts.items() for own in each if own % by_heads and by_heads % own]
+    # of what is given a device cannot have one head that others have too
+    refused += [("results", own) for each in results for own in _heads(*each) if own % by_heads]
+    if refused:
+        name, own = refused[0]
+        _warn(f"{name}: {own} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
+        heads, by_heads = (), 1
+    part, found = parts(call, shapes, by_rows, by_heads)
+    for name, letters in dims.items():
+        for dim, axes in enumerate(specs[name]):
+            moved = tuple(each for each in _sharding.axes_of(axes) if mesh.shape[each] > 1)
+            if moved and letters[dim : dim + 1] not in ("B", "H"):
+                _warn(f"{name}: dimension {dim} is sharded over axis {_text(moved)}")
+    return Split(call, part, rows, heads, tuple(found.values()))
+
+
+def _heads(shape: Shape, letters: str) -> list[int]:
+    return [size for size, letter in zip(shape, letters, strict=False) if letter == "H"]
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """How a call is mapped over the `Explicit` axes of a mesh; `results` are the specs of its results."""
+
+    mesh: _sharding.AnyMesh
+    split: Split
     results: Any
+
+    @property
+    def call(self) -> Any:
+        """The call that each device runs."""
+        return self.split.call
 
     def run(self, function: Callable[..., Any], *arrays: Any, check_vma: bool = True) -> Any:
         """`function(call, *arrays)` on every device's part."""
-        axes = frozenset(self.mesh.explicit_axes)
+        axes, specs = frozenset(self.mesh.explicit_axes), self.split.specs()
         placed = [
             x if spec is None else jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
-            for x, spec in zip(arrays, self.specs, strict=True)
+            for x, spec in zip(arrays, specs, strict=True)
         ]
 
         def on_part(*arrays: Any) -> Any:
-            return function(self.call, *map(self._own, arrays, self.chosen))
+            return function(self.call, *map(self.split.own, arrays, self.split.arrays))
 
         # with the mesh, as the caller need not have entered it by `jax.set_mesh`
         mapped = jax.shard_map(
-            on_part, mesh=self.mesh, in_specs=self.specs, out_specs=self.results, axis_names=axes, check_vma=check_vma
+            on_part, mesh=self.mesh, in_specs=specs, out_specs=self.results, axis_names=axes, check_vma=check_vma
         )
         return mapped(*placed)
-
-    def _own(self, x: Any, dim: int | None) -> Any:
-        """`x`, or the one head of it that this device's heads read, or a random key of this device's own."""
-        if x is None or dim is None:
-            return x
-        if dim < 0:
-            number = jax.lax.axis_index(tuple(self.mesh.explicit_axes)).astype(jnp.uint32)
-            typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return jax.random.fold_in(x, number) if typed else x.at[-1].add(number)
-        devices = math.prod(self.mesh.shape[name] for name in self.heads)
-        at = jax.lax.axis_index(self.heads) // (devices // x.shape[dim])
-        return jax.lax.dynamic_slice_in_dim(x, at, 1, dim)
 
 
 def mapping(call: Call, arrays: tuple[Any, ...]) -> Mapping | None:
@@ -99,56 +224,19 @@ def mapping(call: Call, arrays: tuple[Any, ...]) -> Mapping | None:
     mesh = _sharding.explicit_mesh(*arrays)
     if mesh is None:
         return None
-    dims = dict(list(call.dims().items())[: len(arrays)])
-    shapes = {name: None if x is None else x.shape for name, x in zip(dims, arrays, strict=True)}
-    lead = _sharding.widest(*arrays[:3])
+    dims = call.dims()
+    named = dict(zip(dims, arrays, strict=False))
+    shapes = {name: None if x is None else x.shape for name, x in named.items()}
+    specs = {name: _sharding.spec_of(x) for name, x in named.items() if x is not None}
+    found = split(call, mesh, shapes, specs)
     letters = next(iter(dims.values()))  # those of the query, and of whatever else has all heads
-    of_letters = dict(zip(letters, map(_sharding.axes_of, _sharding.spec_of(lead)), strict=True))
-    rows, heads = of_letters["B"], of_letters["H"]
-    by_heads = _size(mesh, heads)
-    for name, each in dims.items():
-        shape = shapes[name]
-        if shape is not None and "H" in each:
-            own = shape[each.index("H")]
-            if own % by_heads and by_heads % own:
-                _warn(f"{name}: {own} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
-                heads, by_heads = (), 1
-    specs, chosen, local = [], [], {}
-    for (name, each), x in zip(dims.items(), arrays, strict=True):
-        spec, which, shape = _array(mesh, name, each, x, rows, heads)
-        specs.append(spec)
-        chosen.append(which)
-        local[name] = shape
-    part = call.part(_size(mesh, rows), by_heads, local)
-    results = call.result_specs(PartitionSpec(*({"B": rows, "H": heads}.get(each) or None for each in letters)))
-    return Mapping(mesh, part, heads, tuple(specs), tuple(chosen), results)
+    tokens = PartitionSpec(*({"B": found.rows, "H": found.heads}.get(each) or None for each in letters))
+    return Mapping(mesh, found, call.result_specs(tokens))
 
 
-def _array(
-    mesh: Any, name: str, letters: str, x: Any, rows: Axes, heads: Axes
-) -> tuple[PartitionSpec | None, int | None, tuple[int, ...] | None]:
-    """An array's spec, the dimension of which a device takes one head, if it does, and a device's shape."""
-    if x is None:
-        return None, None, None
-    if letters == "*":
-        return PartitionSpec(), -1, x.shape
-    parts: list[Axes] = []
-    shape, chosen = list(x.shape), None
-    for dim, letter in enumerate(letters):
-        axes = {"B": rows, "H": heads}.get(letter, ())
-        devices = _size(mesh, axes)
-        if shape[dim] % devices:
-            # shared by all rows, or one of the heads that several devices share
-            if letter == "H" and shape[dim] > 1:
-                chosen, shape[dim] = dim, 1
-            axes, devices = (), 1
-        parts.append(axes)
-        shape[dim] //= devices
-    for dim, part in enumerate(_sharding.spec_of(x)):
-        if moved := [each for each in _sharding.axes_of(part) if each not in parts[dim] and mesh.shape[each] > 1]:
-            if dim < len(letters) and letters[dim] not in "BH":
-                _warn(f"{name}: dimension {dim} is sharded over axis {_text(tuple(moved))}")
-    return PartitionSpec(*(each or None for each in parts)), chosen, tuple(shape)
+def _index(axes: Axes) -> jax.Array:
+    """The number of this device along these axes."""
+    return jax.lax.axis_index(axes).astype(np.uint32) if axes else jnp.uint32(0)
 
 
 def _size(mesh: Any, axes: Axes) -> int:

@@ -20,11 +20,15 @@ from conftest import assert_close
 
 import ejkernel
 from benchmarks import hlo
-from ejkernel import parallel, xla_utils
+from ejkernel import _mesh, parallel, xla_utils
 
 AXES = {"B": "batch", "T": "time", "H": "heads", "G": "heads"}
-SIZES = {"B": 2, "T": 8, "L": 8, "H": 4, "G": 2, "K": 4, "V": 2, "N": 3, "Z": 2, "O": 1}
-INTEGERS = {"cu_seqlens": np.array([0, 3, 3, 7]), "ids": np.array([[1, 1, 2, 2, 2, 3, 3, 3], [3, 3, 3, 3, 5, 5, 5, 7]])}
+SIZES = {"B": 2, "T": 8, "L": 8, "H": 4, "G": 2, "K": 4, "V": 2, "N": 3, "Z": 2, "O": 1, "W": 3, "P": 2}
+INTEGERS = {
+    "cu_seqlens": np.array([0, 3, 3, 7]),
+    "ids": np.array([[1, 1, 2, 2, 2, 3, 3, 3], [3, 3, 3, 3, 5, 5, 5, 7]]),
+    "segment_ids": np.array([[1, 1, 2, 2, 2, -1, 3, 3], [-1, 3, 3, 3, 5, 5, 7, -1]], np.int32),
+}
 GATES = ("g", "g_gamma", "gk", "gv")
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
@@ -107,15 +111,36 @@ SPREADABLE = [
     linear("gated_delta_rule", {"g": "BTH", "beta": "BTH", "initial_state": "BHKV"}, what="state each", reverse=True),
     packed("delta_rule", {"beta": "TH", "softmax_scale": ""}, normalize=True),
     packed("kda", {"g": "THK", "beta": "TH", "initial_state": "NHKV"}, what="packed, state each"),
+    softmax("flash_attention", {"segment_ids": "BT", "softmax_aux": "HZ"}, what="segments", causal=True),
 ]
 ALONE = [
     linear("recurrent", {"g": "BOHK", "g_gamma": "H", "initial_state": "BHKV"}, STEP, ("BOHV", "BHKV"), "step"),
     linear("retention", None, STEP, ("BOHV", "BHKV"), "step"),
+    linear("recurrent", {"g_gamma": "H", "initial_state": "BHKV", "segment_ids": "BT"}, what="segments"),
+    linear("kda", {"g": "BTHK", "beta": "BTH", "segment_ids": "BT"}, what="segments", normalize=True),
     softmax("attention", {"attention_mask": "BHTL"}, results=("BTHV", "BHTL"), what="mask"),
     softmax("attention", {"bias": "BHTL", "softmax_aux": "HZ"}, results=("BTHV", "BHTL"), what="bias", causal=True),
     softmax("flash_attention", {"bias": "BHTL", "softmax_aux": "GZ"}, what="bias"),
     softmax("flash_attention", {"attention_mask": "BHTL"}, results=("BTHV", "BTH"), what="mask", return_lse=True),
     softmax("flash_attention", {"query": "BOHK"}, results=("BOHV",), what="step", causal=True, query_offset=5),
+]
+# channels are sharded as heads are
+CONVOLUTION = {"weight": "WH", "bias": "H"}
+ALONE += [
+    Op("causal_conv1d", {"x": "BTH", **CONVOLUTION}, ("BTH", "BPH"), {"activation": "silu"}),
+    Op("causal_conv1d", {"x": "BTH", **CONVOLUTION, "initial_state": "BPH"}, ("BTH", "BPH"), what="state"),
+    Op(
+        "causal_conv1d",
+        {"x": "TH", **CONVOLUTION, "initial_state": "NPH", "cu_seqlens": ""},
+        ("TH", "NPH"),
+        what="packed",
+    ),
+    Op(
+        "causal_conv1d",
+        {"x": "BTH", **CONVOLUTION, "initial_state": "BPH", "segment_ids": "BT"},
+        ("BTH", "BPH"),
+        what="segments",
+    ),
 ]
 SCALAR, VECTOR = {False: "BTH", True: "BHT"}, {False: "BTHK", True: "BHTK"}
 UTILITIES = [
@@ -236,7 +261,7 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
         return op(arrays, **over)
 
     # tokens that are sharded are gathered, which a warning says once a process
-    gathers = kind == EXPLICIT and "T" in letters and not spread
+    gathers = "T" in letters and not spread
     ignored = warnings.catch_warnings(action="ignore", category=ejkernel.GatheredWarning)
     with ignored if gathers else contextlib.nullcontext(), jax.set_mesh(mesh) if entered else contextlib.nullcontext():
         program = jax.jit(with_gradients(call)).lower(*split(placed)).compile()
@@ -245,7 +270,7 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
     compare((results, grads), op, what)
     if spread and set("BTHG") <= set(letters):
         check_collectives(op, hlo.collectives(program.as_text()), what)
-    if kind == EXPLICIT and not spread and op not in UTILITIES and "T" not in letters:
+    if not spread and op not in UTILITIES and "T" not in letters:
         # sums of what devices share, and nothing else
         moved = {each for each, _ in hlo.collectives(program.as_text())}
         assert moved <= {"all-reduce"}, f"{op}, {what}: {moved}"
@@ -272,6 +297,8 @@ def check_collectives(op, found, what):
             # forward, and back with the gradients; a window's keys go to both sides at once
             expected["collective-permute", 4 * tokens * share["G"] * dim] += 3
         moved = {key: times for key, times in found.items() if key[0] == "collective-permute"}
+        if "segment_ids" in op.arrays:  # of the keys, with them
+            assert moved.pop(("collective-permute", 4 * tokens)) <= 2, f"{op}, {what}: {found}"
         assert "sliding_window" in op.options or moved == expected, f"{op}, {what}: {found}"
         return
     states = (share["B"] if op.results[1][0] == "B" else SIZES["N"]) * share["H"]
@@ -323,18 +350,26 @@ def explicit_time():
 
 def explicit_heads():
     """The other ops there, over batch and heads."""
-    for i, op in enumerate([*ALONE, *SPREADABLE[::4]]):
+    for i, op in enumerate([*ALONE, *SPREADABLE[::4], SPREADABLE[-1]]):
         check_on_mesh(op, "BHG", EXPLICIT, entered=i % 3 == 0, spread=False, eager=i % 5 == 0)
 
 
-def explicit_gathers():
+def auto_heads():
+    """Every op on a mesh with `Auto` axes, over batch, heads or both."""
+    for i, op in enumerate([*ALONE, *SPREADABLE[1::2]]):
+        fitting = [each for each in ("B", "HG", "BHG") if set(each) & set("".join(op.arrays.values()))]
+        check_on_mesh(op, fitting[i % len(fitting)], AUTO, entered=i % 2 > 0, spread=False)
+
+
+def gathers():
     """What no device has whole is brought together, and a warning says what and why; answers stay right."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(EXPLICIT,))
     query, key = (np.random.default_rng(3).normal(size=(2, 8, heads, 4)).astype(np.float32) for heads in (12, 6))
 
-    def check(message, query_spec, key_spec):
+    def check(kind, message, query_spec, key_spec):
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
         put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))  # noqa: E731
         sharded = put(query, query_spec), put(key, key_spec)
+        _mesh._warn.cache_clear()  # it says so once a process
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             output = jax.jit(lambda q, k: ejkernel.flash_attention(q, k, k, causal=True))(*sharded)
@@ -344,18 +379,124 @@ def explicit_gathers():
         whole = ejkernel.flash_attention(query, key, key, causal=True)
         assert_close(output, whole, 1e-6, message)
 
-    check("key: 6 heads, which axis 'x' of 4 devices does not divide", jax.P(None, None, "x"), jax.P())
-    check("dimension 1 is sharded over axis 'x'", jax.P(), jax.P(None, "x"))
+    for kind in (AUTO, EXPLICIT):
+        check(kind, "key: 6 heads, which axis 'x' of 4 devices does not divide", jax.P(None, None, "x"), jax.P())
+        check(kind, "dimension 1 is sharded over axis 'x'", jax.P(), jax.P(None, "x"))
 
 
-def explicit_dropout():
-    """Every device draws its own weights."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(EXPLICIT,))
-    x = np.ones((2, 16, 1, 4), np.float32)
-    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("x")))
-    options = {"dropout_prob": 0.5, "deterministic": False, "dropout_rng": jax.random.key(0)}
-    output = np.asarray(ejkernel.flash_attention(sharded, sharded, sharded, **options))
-    assert not np.array_equal(output[0], output[1])
+def dropout():
+    """Weights are drawn as on one device, whatever a device has of them, forward and backward."""
+    x = np.random.default_rng(4).normal(size=(2, 16, 4, 8)).astype(np.float32)
+
+    def run(x):
+        options = {"dropout_prob": 0.5, "deterministic": False, "dropout_rng": jax.random.key(0)}
+        return jnp.sin(ejkernel.flash_attention(x, x[:, :, :2], x[:, :, :2], **options)).sum()
+
+    whole = jax.jit(jax.grad(run))(x)
+    for kind in (AUTO, EXPLICIT):
+        mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+        sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("a", None, "b" if kind == AUTO else None)))
+        assert_close(jax.jit(jax.grad(run))(sharded), whole, 1e-6, f"dropout, {kind}")
+
+
+def parts():
+    """A device takes its share of memory, moves nothing, and finds what it would find alone, to the bit."""
+    shape, few, gate = (8, 128, 4, 16), (8, 128, 2, 16), (8, 128, 4)
+    calls = {
+        "recurrent_gla": (ejkernel.recurrent_gla, shape, few, few, shape),
+        "gated_delta_rule": (ejkernel.gated_delta_rule, shape, few, few, gate, gate),
+        "flash_attention": (functools.partial(ejkernel.flash_attention, causal=True), shape, few, few),
+    }
+
+    def with_gradients(op, *arrays):
+        results, pull = jax.vjp(op, *arrays)
+        return results, pull(jax.tree.map(jnp.cos, results))
+
+    for name, (op, *shapes) in calls.items():
+        random = np.random.default_rng(5)
+        arrays = [random.normal(size=each).astype(np.float32) for each in shapes]
+        arrays = [-abs(x) if i == 3 else np.tanh(abs(x)) if i == 4 else x for i, x in enumerate(arrays)]
+        run = jax.jit(functools.partial(with_gradients, op))
+        one = run.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+        first = jax.tree.leaves(run(*(x[:4, :, : x.shape[2] // 2] for x in arrays)))
+        for kind, (rows, heads) in itertools.product((AUTO, EXPLICIT), ((4, 1), (1, 2), (2, 2))):
+            mesh = jax.make_mesh(
+                (rows, heads), ("rows", "heads"), axis_types=(kind,) * 2, devices=jax.devices()[: rows * heads]
+            )
+            sharding = jax.sharding.NamedSharding(mesh, jax.P("rows", None, "heads"))
+            placed = [jax.device_put(x, sharding) for x in arrays]
+            program = run.lower(*placed).compile()
+            what = f"{name}, {kind.name}, {rows} by {heads}"
+            assert not hlo.collectives(program.as_text()), what
+            share = program.memory_analysis().temp_size_in_bytes * rows * heads / one
+            assert share < 1.05, f"{what}: {share} of one device's memory"
+            if (rows, heads) == (2, 2):
+                found = [x.addressable_shards[0].data for x in jax.tree.leaves(program(*placed))]
+                for x, y in zip(found, first, strict=True):
+                    np.testing.assert_array_equal(x, y, what)
+
+
+def shared_heads():
+    """Where an axis has more devices than keys have heads, each device reads the one of its queries."""
+    random = np.random.default_rng(6)
+    query, key = (random.normal(size=(2, 12, heads, 4)).astype(np.float32) for heads in (8, 2))
+    for op in (ejkernel.flash_attention, ejkernel.linear_attention):
+
+        def run(query, key, op=op):
+            return sum(jnp.sin(x).sum() for x in jax.tree.leaves(op(query, key, key)))
+
+        whole = jax.jit(jax.grad(run, (0, 1)))(query, key)
+        for kind in (AUTO, EXPLICIT):
+            mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+            put = [jax.device_put(query, jax.NamedSharding(mesh, jax.P(None, None, "x"))), key]
+            put[1] = jax.device_put(key, jax.NamedSharding(mesh, jax.P()))
+            program = jax.jit(jax.grad(run, (0, 1))).lower(*put).compile()
+            moved = {each for each, _ in hlo.collectives(program.as_text())}
+            assert moved == {"all-reduce"}, f"{op.__name__}, {kind}: {moved}"
+            for x, y in zip(program(*put), whole, strict=True):
+                assert_close(x, y, 1e-5, f"{op.__name__}, {kind}")
+
+
+def transformed():
+    """Derivatives in both modes and of derivatives, loops, `checkpoint` and `vmap`, on a mesh with `Auto` axes."""
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AUTO,) * 2)
+    x = np.random.default_rng(7).normal(size=(2, 24, 2, 4)).astype(np.float32)
+
+    def gla(x):
+        return ejkernel.recurrent_gla(x, x, x, -abs(x))[0]
+
+    def attend(x):
+        return ejkernel.flash_attention(x, x, x, causal=True)
+
+    def layers(op, x):
+        step = jax.checkpoint(lambda x, _: (x + op(x), None))
+        return jnp.sin(jax.lax.scan(step, x, length=2)[0]).sum()
+
+    def check(what, run, may_move=()):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows", None, "heads")))
+        program = jax.jit(run).lower(sharded).compile()
+        moved = {each for each, _ in hlo.collectives(program.as_text())}
+        assert moved <= set(may_move), f"{what}: {moved}"
+        assert_close(program(sharded), jax.jit(run)(x), 1e-5, what)
+
+    for op in (gla, attend):
+        check("scan and checkpoint", jax.grad(functools.partial(layers, op)))
+        check("forward mode", lambda x, op=op: jax.jvp(op, (x,), (jnp.cos(x),))[1])
+        check("vmap", jax.grad(lambda x, op=op: jnp.sin(jax.vmap(op)(jnp.stack([x, 2 * x]))).sum()))
+        second = lambda x, op=op: jax.jvp(jax.grad(lambda x: jnp.sin(op(x)).sum()), (x,), (jnp.cos(x),))[1]  # noqa: E731
+        check("second derivatives", second)
+
+
+def decoding():
+    """A step with a donated state writes it in place, whoever has it."""
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AUTO,) * 2)
+    x, state = np.ones((2, 1, 2, 4), np.float32), np.ones((2, 2, 4, 4), np.float32)
+    token = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows", None, "heads")))
+    state = jax.device_put(state, jax.NamedSharding(mesh, jax.P("rows", "heads")))
+    step = jax.jit(lambda x, state: ejkernel.recurrent_gla(x, x, x, -x, initial_state=state), donate_argnums=1)
+    program = step.lower(token, state).compile()
+    assert not hlo.collectives(program.as_text())
+    assert program.memory_analysis().alias_size_in_bytes == state.nbytes // 4
 
 
 def explicit_utilities():
@@ -366,5 +507,8 @@ def explicit_utilities():
 
 PARTS = {
     each.__name__: each
-    for each in (own_shard_map, explicit_time, explicit_heads, explicit_gathers, explicit_dropout, explicit_utilities)
+    for each in (
+        *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
+        *(gathers, dropout, parts, shared_heads, transformed, decoding),
+    )
 }

@@ -1,8 +1,11 @@
 """Lowers a call for an NVIDIA GPU by jax-triton itself, with stand-ins for JAX's own code for GPUs, and prints it.
 
 What is asked of jax-triton (parameters, sizes, aliases) is so checked where there is no GPU.
+
+With the argument `compiled`, Triton compiles nothing: all kernels must be in files.
 """
 
+import os
 import sys
 import types
 import warnings
@@ -14,9 +17,11 @@ import jax.numpy as jnp
 
 def stand_in():
     """JAX's module of Triton kernels, as far as jax-triton needs it to lower a call."""
+    # what is compiled with it is no real program, and must not be found by one
+    os.environ.setdefault("EJKERNEL_CACHE_DIR", "")
     module = types.ModuleType("jax._src.lib.gpu_triton")
-    module.TritonKernel = lambda *_: None
-    module.TritonKernelCall = lambda *_: types.SimpleNamespace(to_proto=lambda *_: b"")
+    module.TritonKernel = lambda *given: given[4]  # the compiled code
+    module.TritonKernelCall = lambda code, *_: types.SimpleNamespace(to_proto=lambda *_: code.encode())
     for name in ("create_array_parameter", "create_scalar_parameter", "get_custom_call", "get_serialized_metadata"):
         setattr(module, name, lambda *_: None)
     module.get_compute_capability = lambda _: 90
@@ -34,6 +39,10 @@ def main():
     import jax._src.lib as lib
 
     lib.gpu_triton = sys.modules["jax._src.lib.gpu_triton"] = stand_in()
+    if sys.argv[1:] == ["compiled"]:
+        from triton.compiler import code_generator
+
+        code_generator.ast_to_ttir = None
     import ejkernel
 
     token = jax.ShapeDtypeStruct((2, 1, 4, 16), jnp.bfloat16)

@@ -21,10 +21,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejkernel.kernels import _pallas
+from ejkernel.kernels import _kernel_cache, _pallas, _partitioned
 
+SAVED = "ejkernel_op"
 Zero = jax.custom_derivatives.SymbolicZero
 Leaves = tuple[Any, ...]
 
@@ -49,6 +51,8 @@ class Op:
             the inputs of that call, whose outputs, residuals and cotangents are then those of the single ones, joined
             along their first axis. Leaves of `inputs` that `mapped` names have the mapped axis first. It gives `None`
             where that is impossible: then calls run one by one. Without `fold`, JAX maps the functions themselves.
+        splits: Whether devices may share its rows and heads, see `_partitioned`: the first of its static facts that has
+            `dims` is then a call, and all of `inputs` are that call's arrays.
     """
 
     forward: Callable[..., Any]
@@ -58,6 +62,7 @@ class Op:
     tangent: Callable[..., Any] | None = None
     keeps: Callable[[Any], Any] | None = None
     fold: Callable[..., tuple[Any, Any] | None] | None = None
+    splits: bool = True
 
 
 def call(op: Op, static: Any, inputs: Any) -> Any:
@@ -70,18 +75,90 @@ def _forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
     """Outputs, and residuals or `None`."""
 
     def run(static: Any, inputs: Any) -> tuple[Any, Any]:
-        return op.forward_with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
+        return _one_operation(op, static, keep, inputs)
 
     if op.fold is None:
         return run(static, inputs)
     return foldable(run, op.fold, static)(inputs)
 
 
+def _one_operation(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
+    """The forward pass as one operation, which is lowered as `_partitioned` says."""
+    leaves, tree = jax.tree.flatten(inputs)
+    closed, shapes = jax.make_jaxpr(_jitted_forward(op, static, keep, tree), return_shape=True)(*leaves)
+    if closed.effects:  # an interpreter's, which no operation may hide
+        return _run_forward(op, static, keep, inputs)
+    devices = _partitioned.needs_devices()
+    found = _forward_pass().bind(*leaves, op=op, static=static, keep=keep, tree=tree, closed=closed, devices=devices)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _run_forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
+    with _kernel_cache.one_pass():
+        return op.forward_with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
+
+
+@functools.cache
+def _jitted_forward(op: Op, static: Any, keep: bool, tree: Any) -> Callable[..., tuple[Any, Any]]:
+    """The forward pass of the inputs' leaves; jitted, it is traced once for all calls that are alike."""
+
+    def forward(*leaves: Any) -> tuple[Any, Any]:
+        return _run_forward(op, static, keep, jax.tree.unflatten(tree, leaves))
+
+    return jax.jit(forward)
+
+
+@functools.cache
+def _forward_pass() -> Any:
+    """Takes the inputs to outputs and residuals."""
+    from jax.extend.core import Primitive, jaxpr_as_fun
+    from jax.interpreters import batching, mlir
+
+    primitive = Primitive("ejkernel_forward")
+    primitive.multiple_results = True
+
+    @primitive.def_impl
+    def _(*leaves: Any, op: Op, static: Any, keep: bool, tree: Any, **_: Any) -> Any:
+        return jax.tree.leaves(_jitted_forward(op, static, keep, tree)(*leaves))
+
+    @primitive.def_abstract_eval
+    def _(*avals: Any, closed: Any, **_: Any) -> Any:
+        return closed.out_avals
+
+    def lower(ctx: Any, *values: Any, op: Op, static: Any, keep: bool, tree: Any, closed: Any, devices: Any) -> Any:
+        def run(static: Any, *leaves: Any) -> Any:
+            return jax.tree.leaves(_run_forward(op, static, keep, jax.tree.unflatten(tree, leaves)))
+
+        body = None
+        if op.splits:
+            takes = _partitioned.Operands(inputs=tuple(range(tree.num_leaves)))
+            gives = _partitioned.Operands(outputs=tuple(range(len(closed.out_avals))))
+            body = _partitioned.Body(static, _present(tree), takes, gives, run, run)
+        return _partitioned.lower(ctx, *values, body=body, run=jaxpr_as_fun(closed))
+
+    def batched(leaves: Any, dims: Any, *, op: Op, static: Any, keep: bool, tree: Any, **_: Any) -> Any:
+        # without a `fold`; an op that has one is mapped before it gets here
+        rows = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, dims, strict=True)]
+        larger = _vmapped(op, tree, tuple(each is not None for each in dims))
+        found = jax.tree.leaves(_one_operation(larger, static, keep, jax.tree.unflatten(tree, rows)))
+        return found, [0] * len(found)
+
+    mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+def _present(tree: Any) -> tuple[bool, ...]:
+    """Which arrays of inputs there are, of all that there may be."""
+    leaves = jax.tree.leaves(jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=lambda x: x is None)
+    return tuple(each is not None for each in leaves)
+
+
 @functools.partial(_forward.defjvp, symbolic_zeros=True)
 def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents: tuple[Any]) -> Any:
     inputs, d_inputs = primals[0], jax.tree.leaves(tangents[0], is_leaf=lambda x: isinstance(x, Zero))
     # the differentiable function again: its residuals may be differentiated once more
-    outputs, residuals = _forward(op, static, True, inputs)
+    outputs, residuals = jax.tree.map(_named, _forward(op, static, True, inputs))
     wanted = tuple(not isinstance(each, Zero) and _has_tangent(each) for each in d_inputs)
     leaves, tree = jax.tree.flatten(outputs)
     # the outputs themselves, not copies among the residuals: whoever else keeps them keeps the same arrays
@@ -90,9 +167,14 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     moving = [each for each, asked in zip(d_inputs, wanted, strict=True) if asked]
     avals = tuple(jax.typeof(each).to_tangent_aval() for each in leaves)
     operands = (*jax.tree.leaves(inputs), *jax.tree.leaves(known), *moving)
-    d_outputs = _tangent().bind(*operands, problem=problem, outputs=avals)
+    d_outputs = _tangent().bind(*operands, problem=problem, outputs=avals, devices=_partitioned.needs_devices())
     kept = residuals if keep else None
     return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), jax.tree.map(_zeros_like, kept))
+
+
+def _named(x: Any) -> Any:
+    """`x` by a name that policies of `jax.checkpoint` know: a backward pass that has it runs no forward pass again."""
+    return checkpoint_name(x, SAVED)
 
 
 @dataclass(frozen=True)
@@ -164,29 +246,56 @@ class _Problem:
         leaves = self.inputs.flatten_up_to(found)
         return [g.astype(x.dtype) for g, x in zip(self.chosen(leaves), self.chosen(inputs), strict=True)]
 
+    def body(self, run: Callable[..., list[Any]], params: dict[str, Any]) -> _partitioned.Body:
+        """`run`, the map or its transpose, for `_partitioned`."""
 
-def _run_tangent(*operands: Any, problem: _Problem, outputs: Any) -> list[Any]:
+        def on_part(static: Any, *operands: Any) -> list[Any]:
+            return run(*operands, problem=replace(self, static=static), **params)
+
+        def known(static: Any, *leaves: Any) -> Any:
+            outputs, residuals = self.op.forward_with_residuals(static, jax.tree.unflatten(self.inputs, leaves))
+            return jax.tree.leaves(
+                (outputs, residuals if self.op.keeps is None else (self.op.keeps(outputs), residuals))
+            )
+
+        inputs = tuple(range(self.inputs.num_leaves))
+        wanted = tuple(i for i in inputs if self.wanted[i])
+        outputs = tuple(range(self.outputs.num_leaves))
+        residuals = tuple(range(len(outputs), len(outputs) + self.residuals.num_leaves))
+        kinds = _partitioned.Operands
+        if "given" in params:
+            given = tuple(i for i in outputs if params["given"][i])
+            takes, gives = kinds(inputs, (*residuals, *given)), kinds(inputs=wanted)
+        else:
+            takes, gives = kinds((*inputs,), residuals, wanted), kinds(outputs=outputs)
+        return _partitioned.Body(self.static, _present(self.inputs), takes, gives, on_part, known)
+
+
+def _run_tangent(*operands: Any, problem: _Problem, outputs: Any, devices: Any = None) -> list[Any]:
     inputs, _, moving = problem.split(operands)
     found = problem.tangents(problem.op.tangent or problem.op.reference, inputs, moving)
     return [x.astype(aval.dtype) for x, aval in zip(found, outputs, strict=True)]
 
 
-def _run_transpose(*operands: Any, problem: _Problem, outputs: Any, given: tuple[bool, ...]) -> list[Any]:
+def _run_transpose(
+    *operands: Any, problem: _Problem, outputs: Any, given: tuple[bool, ...], devices: Any = None
+) -> list[Any]:
     inputs, residuals, cotangents = problem.split(operands)
-    return problem.backward(inputs, residuals, given, cotangents)
+    with _kernel_cache.one_pass():
+        return problem.backward(inputs, residuals, given, cotangents)
 
 
 @functools.cache
 def _tangent() -> Any:
     """Takes tangents of the wanted inputs to those of the outputs. Operands: inputs, residuals, these tangents."""
-    return _linear_primitive("ejkernel_tangent", _run_tangent, lambda operands, problem, outputs: outputs)
+    return _linear_primitive("ejkernel_tangent", _run_tangent, lambda operands, problem, outputs, devices: outputs)
 
 
 @functools.cache
 def _transpose() -> Any:
     """Takes the cotangents of the outputs that are `given` to those of the wanted inputs."""
 
-    def results(operands: Any, problem: _Problem, outputs: Any, given: Any) -> Any:
+    def results(operands: Any, problem: _Problem, outputs: Any, given: Any, devices: Any) -> Any:
         return [each.to_tangent_aval() for each in problem.chosen(problem.split(operands)[0])]
 
     return _linear_primitive("ejkernel_transpose", _run_transpose, results)
@@ -217,7 +326,11 @@ def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callabl
             effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
         return list(results(avals, **params)), effects
 
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    def lower(ctx: Any, *values: Any, problem: _Problem, **params: Any) -> Any:
+        body = problem.body(run, params) if problem.op.splits else None
+        return _partitioned.lower(ctx, *values, body=body, run=functools.partial(run, problem=problem, **params))
+
+    mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = _transposed
@@ -247,16 +360,20 @@ def _jvp(primitive: Any, operands: Any, tangents: Any, *, problem: _Problem, **p
     return results, [x.astype(like.dtype) for x, like in zip(found, results, strict=True)]
 
 
-def _transposed(cotangents: Any, *operands: Any, problem: _Problem, outputs: Any, given: Any = None) -> list[Any]:
+def _transposed(
+    cotangents: Any, *operands: Any, problem: _Problem, outputs: Any, devices: Any, given: Any = None
+) -> list[Any]:
     inputs, residuals, _ = problem.split(operands)
     rest = [None] * (len(inputs) + len(residuals))
     if given is None:
         given = tuple(not _is_zero(each) for each in cotangents)
         there = [each for each in cotangents if not _is_zero(each)]
-        found = _transpose().bind(*inputs, *residuals, *there, problem=problem, outputs=outputs, given=given)
+        found = _transpose().bind(
+            *inputs, *residuals, *there, problem=problem, outputs=outputs, given=given, devices=devices
+        )
         return rest + list(found)
     moving = [_instantiated(x, t) for x, t in zip(problem.chosen(inputs), cotangents, strict=True)]
-    found = _tangent().bind(*inputs, *residuals, *moving, problem=problem, outputs=outputs)
+    found = _tangent().bind(*inputs, *residuals, *moving, problem=problem, outputs=outputs, devices=devices)
     return rest + [each for each, there in zip(found, given, strict=True) if there]
 
 
@@ -306,7 +423,7 @@ def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
 
     tangent = None if op.tangent is None else vmapped(op.tangent)
     forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
-    return Op(forward, with_residuals, backward, reference, tangent, op.keeps)
+    return Op(forward, with_residuals, backward, reference, tangent, op.keeps, splits=False)
 
 
 def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:
@@ -327,6 +444,20 @@ def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> 
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped
+
+
+def refuse_derivatives(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays or `None`, of which a derivative is an error that says so of the call called `name`."""
+    differentiable = jax.custom_jvp(function)
+
+    @functools.partial(differentiable.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        if all(_is_zero(each) or not _has_tangent(each) for each in jax.tree.leaves(tangents)):
+            results = differentiable(*primals)
+            return results, jax.tree.map(_zeros_like, results)
+        raise TypeError(f"{name} is not differentiable with respect to any argument: it is for serving")
+
+    return differentiable
 
 
 def fold_rows(inputs: Any, size: int, mapped: Any) -> Any:

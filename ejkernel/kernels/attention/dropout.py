@@ -17,11 +17,15 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def kept(call: Call, key: Array, query: Array, keys: Array) -> Array:
-    """Bool `[B, Hkv, G, queries, keys]` for these query and key positions, True with probability `1 - dropout`."""
-    heads = jnp.arange(call.batch * call.heads, dtype=jnp.uint32)
-    heads = heads.reshape(call.batch, call.kv_heads, call.groups, 1, 1)
-    row = heads * np.uint32(call.queries) + query.astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
-    bits, _ = _threefry(*words(key), row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
+    """Bool `[B, Hkv, G, queries, keys]` for these query and key positions, True with probability `1 - dropout`.
+
+    `key` is what a call has: two words, or four.
+    """
+    rows = jnp.arange(call.batch, dtype=jnp.uint32).reshape(-1, 1, 1, 1, 1)
+    heads = jnp.arange(call.heads, dtype=jnp.uint32).reshape(1, call.kv_heads, call.groups, 1, 1)
+    first, in_all = (key[2], key[3]) if is_placed(key) else (np.uint32(0), np.uint32(call.heads))
+    row = (first + rows * in_all + heads) * np.uint32(call.queries) + query.astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
+    bits, _ = _threefry(key[0], key[1], row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
     return bits >= np.uint32(least(call))
 
 
@@ -30,13 +34,21 @@ def least(call: Call) -> int:
     return min(round(call.dropout * 2**32), 2**32 - 1)
 
 
-def words(key: Array) -> tuple[Array, Array]:
+def is_placed(key: Array) -> bool:
+    """Whether the two words are followed by the numbers of the call's first head and of a row's heads.
+
+    Both are counted in the call that this one is a part of, where several devices share that, see `_mesh`.
+    """
+    return key.shape[0] == 4
+
+
+def words(key: Array) -> Array:
     """The two words that stand for `key`, typed or raw."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     first, second = data[0], data[1]
     for i in range(2, data.shape[0], 2):
         first, second = _threefry(first, second, data[i], data[i + 1])
-    return first, second
+    return jnp.stack([first, second])
 
 
 def _threefry(key_0: Array, key_1: Array, count_0: Array, count_1: Array) -> tuple[Array, Array]:

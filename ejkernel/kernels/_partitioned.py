@@ -1,0 +1,193 @@
+"""A call on arrays that are sharded over `Auto` axes of a mesh, on CPUs and GPUs: each device runs it on its own part.
+
+XLA knows the shardings, and asks for a device's program by `custom_partitioning` when it partitions the whole one. On
+one device nothing of this is there. The ahead-of-time compiler of TPUs cannot do it, there XLA splits what it can.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel import _mesh
+from ejkernel.kernels import _pallas
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Which arrays a part of an op takes or gives.
+
+    Attributes:
+        inputs: numbers of the call's inputs that come first, or of whose cotangents are given
+        outputs: numbers of what comes next, or of what is given; outputs are counted first, then residuals
+        tangents: numbers of the inputs whose tangents come last
+    """
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+
+    def of(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """What belongs to each, from what belongs to every input and output."""
+        return (
+            [inputs[i] for i in self.inputs] + [outputs[i] for i in self.outputs] + [inputs[i] for i in self.tangents]
+        )
+
+
+@dataclass(frozen=True)
+class Body:
+    """A computation on the arrays of a call: its forward pass, its tangents or its cotangents.
+
+    Attributes:
+        static: the static facts of an op, which are a call or a tuple with one
+        present: which of the call's arrays, as `dims` lists them, there are
+        operands: what it takes
+        results: what it gives
+        run: `run(static, *operands)` gives the results
+        outputs: `outputs(static, *inputs)` gives what `Operands.outputs` counts
+    """
+
+    static: Any
+    present: tuple[bool, ...]
+    operands: Operands
+    results: Operands
+    run: Callable[..., Any]
+    outputs: Callable[..., Any]
+
+
+def lower(ctx: Any, *values: Any, body: Body | None, run: Callable[..., Any]) -> Any:
+    """Lowers `run(*operands)`, split over devices as `body` says where XLA partitions a program."""
+    from jax.interpreters import mlir
+
+    parted = body is not None and _call_of(body.static) is not None and _is_partitioned(ctx.module_context)
+    if body is not None and parted and all(each.size for each in ctx.avals_in):
+        run = _custom_partitioned(body, ctx.avals_in, ctx.avals_out)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+
+
+def _is_partitioned(module: Any) -> bool:
+    """Whether XLA will partition what is lowered, and asks us how."""
+    context = module.axis_context
+    if _pallas.one_device(context) or getattr(context, "device_assignment", None) is None:
+        return False  # or inside a `shard_map` over some axes of several
+    exported = module.lowering_parameters.for_export  # what is asked later cannot be stored
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    return shardy and not exported and "tpu" not in module.platforms
+
+
+@functools.cache
+def needs_devices() -> Any:
+    """A parameter for operations that are lowered here: what tells JAX to say what devices it lowers for."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    function = custom_partitioning(lambda x: x)
+    function.def_partition(lambda mesh, operands, results: None, sharding_rule="->")
+    return jax.make_jaxpr(function)(0.0)
+
+
+def _call_of(static: Any) -> Any:
+    """The call among an op's static facts, if its arrays have names for their dimensions."""
+    each = static if isinstance(static, tuple) else (static,)
+    return next((call for call in each if hasattr(call, "dims")), None)
+
+
+def _with_call(static: Any, call: Any) -> Any:
+    if not isinstance(static, tuple):
+        return call
+    return tuple(call if hasattr(each, "dims") else each for each in static)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What the devices have of an output or a residual: its dimensions by letters."""
+
+    letters: str
+
+    def spec(self, rows: tuple[str, ...], heads: tuple[str, ...]) -> PartitionSpec:
+        """How it is sharded where rows and heads are over these axes."""
+        return PartitionSpec(*({"B": rows, "H": heads}.get(each) or None for each in self.letters))
+
+
+def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[Any]) -> Callable[..., Any]:
+    """`body` as a function that XLA partitions by asking for a device's program; it takes and gives these types."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    call = _call_of(body.static)
+    names = [name for name, there in zip(call.dims(), body.present, strict=False) if there]
+    inputs = dict(zip(names, operands, strict=False))
+    sizes = {name: tuple(inputs[name].shape) if name in inputs else None for name in call.dims()}
+    outputs = _outputs(body, call, sizes, [each.dtype for each in inputs.values()])
+
+    def partition(mesh: Any, operands: Any, _: Any) -> Any:
+        specs = {name: each.sharding.spec for name, each in zip(names, operands, strict=False)}
+        split = _mesh.split(call, mesh, sizes, specs, outputs)
+        static = _with_call(body.static, split.call)
+        of_inputs = [each for each in split.arrays if each is not None]
+        of_outputs = [_Output(letters) for _, letters in outputs]
+        takes, gives = (each.of(of_inputs, of_outputs) for each in (body.operands, body.results))
+
+        def run(*operands: Any) -> Any:
+            own = [
+                split.own(x, part) if isinstance(part, _mesh.Part) else x
+                for x, part in zip(operands, takes, strict=True)
+            ]
+            # cotangents of inputs are summed over the devices that share them
+            return [
+                split.of_all(x, part, each.shape) if isinstance(part, _mesh.Part) else x
+                for x, part, each in zip(body.run(static, *own), gives, results, strict=True)
+            ]
+
+        def shardings(parts: Sequence[Any]) -> list[NamedSharding]:
+            return [NamedSharding(mesh, each.spec(split.rows, split.heads)) for each in parts]
+
+        return mesh, run, shardings(gives), tuple(shardings(takes))
+
+    # of the whole program only the types of its results are asked for
+    function = custom_partitioning(lambda *_: [jnp.zeros(each.shape, each.dtype) for each in results])
+    letters = [call.dims()[name] for name in names], [each for _, each in outputs]
+    takes, gives = body.operands.of(*letters), body.results.of(*letters)
+    function.def_partition(partition, sharding_rule=_rule(takes, operands, gives, results))
+    return function
+
+
+def _outputs(body: Body, call: Any, sizes: dict[str, Any], dtypes: Sequence[Any]) -> list[tuple[Shape, str]]:
+    """Shapes and letters of outputs and residuals: where they have less on devices with one row or one head each."""
+
+    def shapes(rows: int, heads: int) -> list[Shape]:
+        part, found = _mesh.parts(call, sizes, rows, heads)
+        arrays = [each for each in found.values() if each is not None]
+        structs = [jax.ShapeDtypeStruct(each.shape, dtype) for each, dtype in zip(arrays, dtypes, strict=True)]
+        leaves = jax.eval_shape(functools.partial(body.outputs, _with_call(body.static, part)), *structs)
+        return [tuple(each.shape) for each in leaves]
+
+    def letter(size: int, of_row: int, of_head: int) -> str:
+        return "B" if of_row < size else "H" if of_head < size else "."
+
+    found = zip(shapes(1, 1), shapes(call.batch, 1), shapes(1, call.heads), strict=True)
+    return [(each[0], _once("".join(map(letter, *each)))) for each in found]
+
+
+def _once(letters: str) -> str:
+    """Each of the letters where it is first: heads are split among those that share a key before those of one key."""
+    return "".join("." if each in letters[:i] else each for i, each in enumerate(letters))
+
+
+def _rule(takes: Sequence[str], operands: Sequence[Any], gives: Sequence[str], results: Sequence[Any]) -> Any:
+    """How shardings propagate: dimensions of as many rows or as many heads are sharded alike, others for themselves."""
+    from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+
+    others = itertools.count()
+
+    def factors(letters: str, array: Any) -> Any:
+        of_dims = zip(letters.ljust(array.ndim, "."), array.shape, strict=True)
+        named = (f"{each}{size}" if each in "BH" and size > 1 else f"x{next(others)}" for each, size in of_dims)
+        return ArrayMapping(*named)
+
+    return SdyShardingRule(tuple(map(factors, takes, operands)), tuple(map(factors, gives, results)))
