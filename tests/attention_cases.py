@@ -136,6 +136,51 @@ PACKED = [
     Case("packed, mask", batch=1, queries=9, keys=9, mask_heads=1, dead=(1,), options={"cu_seqlens": [0, 4, 8]}),
 ]
 
+SEGMENTED = [
+    # an id that comes back, padding between sequences and at the ends, a row of padding alone
+    Case(
+        "segments",
+        batch=3,
+        queries=9,
+        keys=9,
+        **GROUPED,
+        options={
+            "segment_ids": np.array([[1, 1, 1, 0, 0, 7, 7, 1, 1], [-1, 2, 2, -3, 3, 3, 3, -1, -1], [-1] * 9]),
+            "causal": True,
+        },
+    ),
+    Case(
+        "segments, two streams",
+        queries=7,
+        keys=10,
+        value_dim=3,
+        options={
+            "segment_ids": np.array([[0, 0, 4, 4, 4, 9, 2], [5, 5, -1, 3, 3, 3, 3]], np.int32),
+            "segment_ids_kv": np.array([[0, 4, 4, 4, 2, 2, 0, 0, 1, 1], [3] * 4 + [-1, -1] + [6] * 4], np.int32),
+        },
+        sink_shape=(2, 2),
+    ),
+    Case(
+        "segments, everything",
+        queries=8,
+        keys=10,
+        **GROUPED,
+        value_dim=3,
+        options={
+            "segment_ids": np.array([[2, 2, 2, 5, 5, 5, -1, 2], [1] * 5 + [0] * 3]),
+            "segment_ids_kv": np.array([[2, 2, 2, 2, 5, 5, 5, 2, 2, -1], [1] * 6 + [0] * 4]),
+            "query_offset": np.array([1, 2]),
+            "causal": True,
+            "sliding_window": (4, 1),
+            "logits_soft_cap": 2.0,
+        },
+        bias_heads=2,
+        mask_heads=1,
+        sink_shape=(4, 2),
+        dead=(2,),
+    ),
+]
+
 OFFSET = [
     Case("decoding", queries=1, keys=8, options={"causal": True, "query_offset": 5}),
     Case("prefill", queries=4, keys=8, **GROUPED, options={"sliding_window": (2, 1), "query_offset": 3}),
@@ -178,6 +223,19 @@ FEW = [
         queries=4,
         keys=11,
         options={"cu_seqlens": [0, 1, 3], "cu_seqlens_kv": [0, 4, 9], "query_offset": np.array([3, 2]), "causal": True},
+    ),
+    Case(
+        "few queries, segments",
+        queries=2,
+        keys=11,
+        **GROUPED,
+        options={
+            "segment_ids": np.array([[3, 4], [-1, 0]]),
+            "segment_ids_kv": np.array([[3, 3, 3, 4, 4, 4, 4, 3, -1, -1, -1], [0] * 11]),
+            "query_offset": 7,
+            "causal": True,
+        },
+        sink_shape=(1,),
     ),
 ]
 

@@ -50,6 +50,48 @@ LONG = [
             "sliding_window": (12, 2),
         },
     ),
+    # an id that comes back, sequences of several whole blocks, padding at both ends
+    Case(
+        "segments",
+        queries=100,
+        keys=100,
+        **GROUPED,
+        options={
+            "segment_ids": np.stack(
+                [np.repeat([5, 2, 5, 7], [3, 60, 20, 17]), np.repeat([-1, 0, 1, 2, 3, -1], [18, 50, 1, 1, 20, 10])]
+            ),
+            "causal": True,
+        },
+        sink_shape=(4, 2),
+    ),
+    Case(
+        "segments, two streams",
+        queries=50,
+        keys=90,
+        value_dim=3,
+        options={
+            "segment_ids": np.stack([np.repeat([4, 3, 9], [20, 25, 5]), np.repeat([1, 1, -1], [20, 25, 5])]),
+            "segment_ids_kv": np.stack([np.repeat([3, 4, 3], [40, 30, 20]), np.repeat([0, 1, 2], [10, 70, 10])]),
+            "query_offset": np.array([30, 10]),
+            "sliding_window": (40, 30),
+        },
+    ),
+    Case(
+        "segments, everything",
+        queries=70,
+        keys=70,
+        **GROUPED,
+        value_dim=6,
+        options={
+            **EVERYTHING,
+            "segment_ids": np.stack([np.repeat([0, 1, -1], [30, 34, 6]), np.repeat([8, 6, 7], [40, 2, 28])]),
+            "sliding_window": (20, 3),
+        },
+        bias_heads=2,
+        mask_heads=1,
+        sink_shape=(2, 2),
+        dead=(5,),
+    ),
     Case(
         "everything",
         **PACKED,
@@ -67,6 +109,17 @@ FEW = [
     Case("some", queries=5, keys=70, **GROUPED, options={"causal": True, "query_offset": np.array([60, -2])}),
     Case("windowed", queries=2, keys=70, options={"sliding_window": (20, 0), "query_offset": 50}, sink_shape=(2, 1)),
     Case("masked", queries=3, keys=70, **GROUPED, mask_heads=1, dead=(1,), sink_shape=(4, 1)),
+    Case(
+        "segments",
+        queries=3,
+        keys=70,
+        **GROUPED,
+        options={
+            "segment_ids": np.array([[3, 8, 3], [-1, 0, 1]]),
+            "segment_ids_kv": np.stack([np.repeat([3, 8, 3], [20, 30, 20]), np.repeat([1, -1, 2], [30, 20, 20])]),
+        },
+        sink_shape=(4, 1),
+    ),
     Case(
         "all at once",
         queries=3,
@@ -126,12 +179,13 @@ def exact(case, arrays, d_output, d_lse):
     top = np.maximum(logits.max(-1, initial=-1e300, keepdims=True), -1e300)
     with np.errstate(divide="ignore"):
         lse = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
-    lse[..., options.get("cu_seqlens", [queries])[-1] :] = -np.inf
+    padding = np.broadcast_to(_padding(case, queries)[:, None], lse.shape)
+    lse = np.where(padding, -np.inf, lse)
     weights = np.exp(scores - np.where(lse == -np.inf, 0, lse)[..., None])
     output = np.einsum("bhij,bjhd->bihd", weights, value)
     d_output = np.asarray(d_output, np.float64)
     mean = np.einsum("bihd,bihd->bhi", d_output, output) - np.swapaxes(np.asarray(d_lse, np.float64), 1, 2)
-    mean[..., options.get("cu_seqlens", [queries])[-1] :] = 0
+    mean = np.where(padding, 0, mean)
     d_scores = weights * (np.einsum("bihd,bjhd->bhij", d_output, value) - mean[..., None])
     found = {"query": np.einsum("bhij,bjhd->bihd", d_scores * slope, key) * scale}
     found["key"] = np.einsum("bhij,bihd->bjhd", d_scores * slope, query) * scale
@@ -145,6 +199,13 @@ def exact(case, arrays, d_output, d_lse):
         name: _summed(each, 2, f64[name].shape) if name in ("key", "value") else each for name, each in found.items()
     }
     return output, lse.swapaxes(1, 2), {name: each.reshape(f64[name].shape) for name, each in found.items()}
+
+
+def _padding(case, queries):
+    """Which queries belong to no sequence, `[1 or B, S]`."""
+    if "segment_ids" in case.options:
+        return case.options["segment_ids"] < 0
+    return np.arange(queries)[None] >= case.options.get("cu_seqlens", [queries])[-1]
 
 
 def _in_sight(case, batch, queries, keys):
@@ -162,6 +223,9 @@ def _in_sight(case, batch, queries, keys):
         distance = np.arange(j_end - j) - np.arange(i_end - i)[:, None] - offset
         seen = (distance >= -left) & (distance <= (0 if options.get("causal") else right))
         allowed[row, i:i_end, j:j_end] = seen if window is not None or options.get("causal") else True
+    if "segment_ids" in options:
+        ids = options["segment_ids"]
+        allowed &= (ids[:, :, None] == options.get("segment_ids_kv", ids)[:, None]) & (ids >= 0)[:, :, None]
     return allowed
 
 
@@ -186,6 +250,9 @@ def scaled(case, times, **dims):
             else each * times
         )
 
-    options = {name: longer(each) for name, each in case.options.items()}
+    options = {name: longer(each) for name, each in case.options.items() if not name.startswith("segment")}
+    for name in case.options.keys() - options.keys():
+        repeated = 1 if case in FEW and name == "segment_ids" else times
+        options[name] = np.repeat(case.options[name], repeated, axis=1)
     queries = case.queries if case in FEW else case.queries * times
     return replace(case, queries=queries, keys=case.keys * times, options=options, **dims)

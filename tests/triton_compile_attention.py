@@ -13,6 +13,7 @@ KINDS = {
     "causal": {"causal": True},
     "window": {"sliding_window": (40, 10), "logits_soft_cap": 20.0, "return_lse": True},
     "packed": {"causal": True, "cu_seqlens": jnp.array([0, 100, 256])},
+    "segments": {"causal": True, "segment_ids": jnp.zeros((1, 256), jnp.int32)},
     "masked": {},
     "biased": {"causal": True},
     "pairs": {"deterministic": False, "dropout_prob": 0.1, "dropout_rng": jnp.zeros(2, jnp.uint32)},

@@ -40,9 +40,10 @@ class Phases:
     finish_back: Callable[..., tuple[Any, ...]]
 
 
-def phases_of(implementation: Implementation) -> Phases:
-    """Its own phases, or one run of it for each."""
-    return implementation.phases or phases_from_run(implementation.run)
+def phases_of(implementation: Implementation, call: Any) -> Phases:
+    """Its own phases, or one run of it for each, as for all rows of several sequences."""
+    own = None if call.segmented else implementation.phases
+    return own or phases_from_run(implementation.run)
 
 
 @functools.cache  # the same function gives the same phases, so that nothing is traced again

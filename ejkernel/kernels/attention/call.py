@@ -43,9 +43,10 @@ class Call:
     | `mask` | bool `[1 or B, 1 or Hkv or H, 1 or S, 1 or L]`, or `None` |
     | `bias` | floating, shaped as `mask`, or `None` |
     | `sinks` | `[1 or Hkv or H, sinks]` or `None` |
-    | `dropout_key` | one key, typed or raw, if `dropout` is above 0 |
+    | `dropout_key` | uint32 `[2]`, the words of a key, if `dropout` is above 0; `[4]` on a device's part of a call |
     | `cu_seqlens`, `cu_seqlens_kv` | `[N + 1]` with `B = 1`, or `None` (`flash_attention` only) |
     | `query_offset` | int32 `[1]`, `[B]` or packed `[N]`, or `None` for 0 (`flash_attention` only) |
+    | `segment_ids`, `segment_ids_kv` | integers `[B, S]`, `[B, L]` of one dtype, or `None` (`flash_attention` only) |
 
     `attention` has at most one of `mask` and `bias`; in `flash_attention` both apply. `left` and `right` bound the keys
     that a query sees by their distance, `None` being no bound; `causal` and the window both end up in them.
@@ -76,6 +77,8 @@ class Call:
     sequences: int | None = None  # packed in one row
     separate: bool = False  # whether keys have borders of their own
     offset: bool = False
+    segment_ids: bool = False
+    segment_ids_kv: bool = False  # whether keys have ids of their own
     return_lse: bool = False
     return_weights: bool = False
     block_sizes: tuple[int, int] | None = None  # of queries and of keys
@@ -92,7 +95,8 @@ class Call:
         """The dimensions of the arrays by name, a letter each."""
         tokens = {"query": "BSHD", "key": "BLHD", "value": "BLHD", "mask": "BHSL", "bias": "BHSL", "sinks": "HZ"}
         offset = "B" if self.sequences is None else "N"
-        return {**tokens, "dropout_key": "*", "cu_seqlens": "N", "cu_seqlens_kv": "N", "query_offset": offset}
+        borders = {"cu_seqlens": "N", "cu_seqlens_kv": "N", "query_offset": offset}
+        return {**tokens, "dropout_key": "*", **borders, "segment_ids": "BS", "segment_ids_kv": "BL"}
 
     def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> "Call":
         """The call that a device has where so many share its rows and heads."""

@@ -22,6 +22,8 @@ class Inputs(NamedTuple):
     cu_seqlens: Array | None
     cu_seqlens_kv: Array | None
     query_offset: Array | None
+    segment_ids: Array | None = None
+    segment_ids_kv: Array | None = None
 
 
 def differentiable(inputs: Inputs) -> dict[str, Array]:

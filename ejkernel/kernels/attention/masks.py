@@ -1,7 +1,8 @@
-"""Who may attend to whom, by mask and by position, and heads of masks, biases and sinks laid out by group."""
+"""Who may attend to whom, by mask, by position and by ids, and heads of masks, biases and sinks laid out by group."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -57,3 +58,15 @@ def live_by_position(call: Call) -> tuple[Array, Array] | None:
     if sizes_known and alive.all() and seen.all():
         return None
     return jnp.asarray(alive).reshape(1, 1, 1, -1, 1), jnp.asarray(seen).reshape(1, 1, -1, 1)
+
+
+def int32_ids(ids: Array, ids_kv: Array) -> tuple[Array, Array]:
+    """Ids `[B, S]` and `[B, L]` as int32: wider ones by how many of their row are smaller, and padding as -1."""
+    if ids.dtype == jnp.int32:
+        return ids, ids_kv
+    both = jnp.sort(jnp.concatenate([ids, ids_kv], 1), 1)
+
+    def rank(ids: Array) -> Array:
+        return jnp.where(ids < 0, -1, jax.vmap(jnp.searchsorted)(both, ids).astype(jnp.int32))
+
+    return rank(ids), rank(ids_kv)

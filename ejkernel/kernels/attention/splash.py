@@ -13,12 +13,13 @@ from ejkernel.kernels import _differentiable, _pallas, _varying
 from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import int32_ids
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 LANES = 128
 LARGEST_BLOCK = 512
 # Not return_lse, which has no gradient.
-SUPPORTED = ("soft_cap", "left", "right", "sinks", "sequences", "block_sizes")
+SUPPORTED = ("soft_cap", "left", "right", "sinks", "sequences", "segment_ids", "block_sizes")
 # Products and sums of numbers up to here stay within float32, whatever they are multiplied by.
 HARMLESS = 2.0**30
 
@@ -75,7 +76,7 @@ def _direct(call: Call, inputs: Inputs) -> Array:
     options = () if inputs.sinks is None else (jnp.broadcast_to(_by_head(call, inputs.sinks), (call.heads,)),)
     *arrays, ids = (*operands(call, inputs), None)[:4]
     output = kernel(call)(*arrays, ids, *options)
-    return used(inputs.cu_seqlens, output.swapaxes(1, 2))
+    return used(inputs, output.swapaxes(1, 2))
 
 
 def kernel(call: Call) -> Callable[..., Any]:
@@ -102,29 +103,34 @@ def kernel(call: Call) -> Callable[..., Any]:
         q_seq_shards=1,
         interpret=_pallas.INTERPRET is not None,
     )
-    return lambda query, key, value, *shared: jax.vmap(lambda *x: one_row(*x, *shared))(query, key, value)
+    return lambda query, key, value, ids, *shared: jax.vmap(lambda *x: one_row(*x, *shared))(query, key, value, ids)
 
 
 def operands(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     """Query, which has the scale that the kernel lacks, key and value, heads first; and which tokens are whose."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    cu, cu_kv = inputs.cu_seqlens, inputs.cu_seqlens_kv
     query = (inputs.query.astype(jnp.float32) * call.scale).astype(inputs.query.dtype)
-    pairs = ((query, cu), (inputs.key, cu_kv), (inputs.value, cu_kv))
-    arrays = tuple(used(borders, x).swapaxes(1, 2) for x, borders in pairs)
-    if cu is None or cu_kv is None:
+    arrays = tuple(used(inputs, x).swapaxes(1, 2) for x in (query, inputs.key, inputs.value))
+    if inputs.segment_ids is not None:
+        # padding attends to padding, which is 0
+        ids = jnp.maximum(int32_ids(inputs.segment_ids, inputs.segment_ids)[0], -1)
+    elif inputs.cu_seqlens is not None:
+        ids = prepare_sequence_ids(inputs.cu_seqlens, total_tokens=call.queries).astype(np.int32)[None]
+    else:
         return arrays
-    ids = (prepare_sequence_ids(each, total_tokens=n) for each, n in ((cu, call.queries), (cu_kv, call.keys)))
-    return *arrays, SegmentIds(*(each.astype(np.int32) for each in ids))
+    return *arrays, SegmentIds(ids, ids)
 
 
-def used(cu_seqlens: Array | None, x: Array) -> Array:
-    """`x [1, T, …]` with 0 for tokens past the last border of a packed stream; what is not packed as it is."""
-    if cu_seqlens is None:
+def used(inputs: Inputs, x: Array) -> Array:
+    """`x [B, T, …]` with 0 for padding; what has none as it is. Queries and keys have the same."""
+    if inputs.segment_ids is not None:
+        inside = jnp.expand_dims(inputs.segment_ids >= 0, (2, 3))
+    elif inputs.cu_seqlens is not None:
+        inside = jax.lax.broadcasted_iota(inputs.cu_seqlens.dtype, x.shape, 1) < inputs.cu_seqlens[-1]
+    else:
         return x
-    token = jax.lax.broadcasted_iota(cu_seqlens.dtype, x.shape, 1)
-    return jnp.where(token < cu_seqlens[-1], x, jnp.zeros((), x.dtype))
+    return jnp.where(inside, x, jnp.zeros((), x.dtype))
 
 
 def _by_head(call: Call, sinks: Array) -> Array:
@@ -163,7 +169,7 @@ def _enter(run: Callable[..., Any], instead: Callable[..., Any], *trees: Any) ->
         return [x.astype(each.dtype) for x, each in zip(found, shapes, strict=True)]
 
     kernel, other = functools.partial(flat, run), functools.partial(flat, instead)
-    if trees[0].cu_seqlens is not None:
+    if trees[0].cu_seqlens is not None or trees[0].segment_ids is not None:
         kernel = functools.partial(_unless_it_leaks, kernel, other, tree)
     return jax.tree.unflatten(made, _pallas.launch(kernel, other, shapes, *arrays))
 
@@ -176,7 +182,7 @@ def _unless_it_leaks(run: Callable[..., Any], instead: Callable[..., Any], tree:
     inputs, *rest = jax.tree.unflatten(tree, arrays)
     # a cotangent comes last, after what was kept
     tokens = [*inputs[:3], *rest[1:]]
-    harmless = [(jnp.abs(used(inputs.cu_seqlens, x)) <= HARMLESS).all() for x in tokens]
+    harmless = [(jnp.abs(used(inputs, x)) <= HARMLESS).all() for x in tokens]
     return jax.lax.cond(jnp.stack(harmless).all(), run, instead, *arrays)
 
 

@@ -1,6 +1,6 @@
 """What is fixed when a call of a recurrence is traced, whichever recurrence it is."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 class Call:
     """Static facts of one call.
 
-    Its arrays travel beside it: those of the recurrence's `Inputs` in their order, then `cu_seqlens`, `[N + 1]` with
-    `B = 1`, or `None`, if every row is one sequence and `N = B`. The results are the output `[B, T, H, V]` in `dtype`
-    and the final states `[N, H, K, V]`.
+    Its arrays travel beside it: those of the recurrence's `Inputs` in their order, then where sequences lie. If
+    `packed`, that is `cu_seqlens`, `[N + 1]` with `B = 1`; if `segmented`, `segment_ids [B, T]` of rows that may hold
+    several sequences each, and `N = B`; else `None`, as every row is one sequence and `N = B`. The results are the
+    output `[B, T, H, V]` in `dtype` and the final states `[N, H, K, V]`.
     """
 
     batch: int
@@ -27,6 +28,9 @@ class Call:
     scale: float
     reverse: bool
     dtype: np.dtype
+    segmented: bool = field(default=False, kw_only=True)
+    # how many devices share the call of which this is a part; it is cut as that one is
+    devices: int = field(default=1, kw_only=True)
 
     largest_chunk: ClassVar[int] = 64  # of a chunk's tokens; measured on CPUs
 
@@ -38,13 +42,20 @@ class Call:
     def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> Self:
         """The call that a device has where so many share its rows and heads."""
         sequences = self.sequences if self.packed else self.sequences // rows
-        return replace(self, batch=self.batch // rows, heads=self.heads // heads, sequences=sequences)
+        return replace(
+            self,
+            batch=self.batch // rows,
+            heads=self.heads // heads,
+            sequences=sequences,
+            devices=self.devices * rows * heads,
+        )
 
     def _dims(self, **gates: str) -> dict[str, str]:
         """The dimensions of all arrays, in their order, a letter each; `gates` are those between value and state."""
         tokens = {"query": "BTHK", "key": "BTHK", "value": "BTHV"}
         rows = "N" if self.packed else "B"
-        return {**tokens, **gates, "initial_state": f"{rows}HKV", "cu_seqlens": "N"}
+        sequences = {"segment_ids": "BT"} if self.segmented else {"cu_seqlens": "N"}
+        return {**tokens, **gates, "initial_state": f"{rows}HKV", **sequences}
 
     @property
     def state_dtype(self) -> np.dtype:

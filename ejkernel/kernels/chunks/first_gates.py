@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.call import Call
+from ejkernel.kernels.chunks.segments import first_tokens
 from ejkernel.kernels.chunks.walk import zero_states
 
 Gates = tuple[jax.Array | None, jax.Array | None]
@@ -36,21 +37,26 @@ def initial_states(call: Call, inputs: Inputs) -> jax.Array:
     return inputs.initial_state.astype(call.state_dtype)
 
 
-def start_states(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None) -> jax.Array | None:
-    """The states that sequences start from, after their first gates, or `None` without initial states."""
+def start_states(call: Call, inputs: Inputs, sequences: jax.Array | None) -> jax.Array | None:
+    """The states that sequences start from, after their first gates, or `None` without initial states.
+
+    `sequences` here and below is `cu_seqlens` or `segment_ids`, see `Call`; where rows hold several sequences, these
+    are the states and gates of each row's first.
+    """
     if inputs.initial_state is None:
         return None
-    return entering_states(call, inputs.initial_state, inputs.gates, cu_seqlens)
+    return entering_states(call, inputs.initial_state, inputs.gates, sequences)
 
 
-def entering_states(call: Call, states: jax.Array, gates: Gates, cu_seqlens: jax.Array | None) -> jax.Array:
+def entering_states(call: Call, states: jax.Array, gates: Gates, sequences: jax.Array | None) -> jax.Array:
     """Initial states `[N, H, K, V]` after the gates of their sequences' first tokens."""
     by_key, by_value = gates
     if by_key is not None:
         constant = call.decay == "constant"
-        by_key = where_there_are_tokens(by_key, cu_seqlens) if constant else of_first_tokens(call, by_key, cu_seqlens)
+        of_first = where_there_are_tokens if constant else of_first_tokens
+        by_key = of_first(call, by_key, sequences)
     if by_value is not None:
-        by_value = of_first_tokens(call, by_value, cu_seqlens)
+        by_value = of_first_tokens(call, by_value, sequences)
     return decayed(states.astype(call.state_dtype), *beside_states(call, by_key, by_value))
 
 
@@ -64,20 +70,24 @@ def beside_states(call: Call, log_decay: jax.Array | None, value_log_decay: jax.
     return gates
 
 
-def of_first_tokens(call: Call, gates: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def of_first_tokens(call: Call, gates: jax.Array, sequences: jax.Array | None) -> jax.Array:
     """The gates `[N, ...]` of each sequence's first token, from `[B, T, ...]`; 0 for sequences without tokens."""
-    if cu_seqlens is None:
+    if sequences is None:
         return gates[:, -1 if call.reverse else 0]
-    at = cu_seqlens[1:] - 1 if call.reverse else cu_seqlens[:-1]
-    gates = gates[0].at[jnp.clip(at, 0, call.tokens - 1)].get(mode="promise_in_bounds")
-    return where_there_are_tokens(gates, cu_seqlens)
+    if call.segmented:
+        at, _ = first_tokens(call, sequences)
+        gates = jnp.take_along_axis(gates, at.reshape(-1, *(1,) * (gates.ndim - 1)), 1, mode="promise_in_bounds")[:, 0]
+    else:
+        at = sequences[1:] - 1 if call.reverse else sequences[:-1]
+        gates = gates[0].at[jnp.clip(at, 0, call.tokens - 1)].get(mode="promise_in_bounds")
+    return where_there_are_tokens(call, gates, sequences)
 
 
-def where_there_are_tokens(gates: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def where_there_are_tokens(call: Call, gates: jax.Array, sequences: jax.Array | None) -> jax.Array:
     """`gates [N, ...]`, 0 for sequences without tokens."""
-    if cu_seqlens is None:
+    if sequences is None:
         return gates
-    some = cu_seqlens[1:] > cu_seqlens[:-1]
+    some = first_tokens(call, sequences)[1] if call.segmented else sequences[1:] > sequences[:-1]
     return jnp.where(some.reshape(-1, *(1,) * (gates.ndim - 1)), gates, 0)
 
 

@@ -28,6 +28,9 @@ class Chunks(NamedTuple):
     begin: jax.Array  # which token of its sequence is the first to be visited
     first: jax.Array  # whether no other chunk of its sequence is visited before it
     last: jax.Array  # and none after it
+    # where rows hold several sequences: whether it is the first and the last of its row, which `sequence` then numbers
+    row_first: jax.Array | None = None
+    row_last: jax.Array | None = None
 
 
 def chunk_size(call: Call) -> int:
@@ -48,7 +51,7 @@ def together(call: Call) -> int:
     C = chunk_size(call)
     # a batch that is known only when the program runs counts as 1
     rows = 1 if export.is_symbolic_dim(call.batch) else call.batch
-    numbers = rows * call.heads * C * max(call.key_dim, call.value_dim)
+    numbers = rows * call.heads * call.devices * C * max(call.key_dim, call.value_dim)
     most = min(-(-call.tokens // C), LARGEST_STEP // numbers, 8)
     return 1 << (max(most, 1).bit_length() - 1)
 
@@ -105,6 +108,16 @@ def visited(call: Call, step: Chunks) -> jax.Array:
 def first_visited(call: Call, step: Chunks) -> jax.Array:
     """Which tokens of the slices are the first of their sequence to be visited, `[chunks, C]`."""
     return _tokens(call, step) == step.begin[:, None]
+
+
+def put(call: Call, step: Chunks, x: jax.Array, pieces: jax.Array) -> jax.Array:
+    """`x [1, T, ...]` with the tokens of a step's chunks replaced by those of `pieces [chunks, 1, C, ...]`."""
+    C, own = chunk_size(call), visited(call, step)
+    for i, start in enumerate(step.start):
+        before = lax.dynamic_slice_in_dim(x, start, C, axis=1)
+        piece = jnp.where(own[i].reshape(1, C, *(1,) * (x.ndim - 2)), pieces[i], before)
+        x = lax.dynamic_update_slice_in_dim(x, piece, start, axis=1)
+    return x
 
 
 def put_together(call: Call, where: Chunks, cu_seqlens: jax.Array | None, pieces: jax.Array) -> jax.Array:

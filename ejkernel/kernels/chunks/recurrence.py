@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op
-from ejkernel.kernels.chunks import token_walk, walk
+from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels.chunks import layout, segment_walk, token_walk, walk
 from ejkernel.kernels.chunks.first_gates import initial_states, start_states
 
 Results = tuple[jax.Array, jax.Array]
@@ -36,23 +36,30 @@ class Recurrence:
 
     def run(self, call: Any, *arrays: jax.Array | None) -> Results:
         """Output and final states; see `Call` for the arrays."""
-        *aligned, cu_seqlens = _varying.align(arrays)
+        *aligned, sequences = _varying.align(arrays)
         inputs = self.inputs(*aligned)
         if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
             output = jnp.zeros((call.batch, call.tokens, call.heads, call.value_dim), call.dtype)
             return output, initial_states(call, inputs)
+        if call.segmented and call.tokens == 1:
+            return self.by_tokens(call, inputs, sequences)
         if call.tokens == 1 and not call.packed:
             return token_walk.step(call, self.write, self.arrays(call, inputs, None), initial_states(call, inputs))
-        return _differentiable.call(OP, (self, call), (inputs, cu_seqlens))
+        return _differentiable.call(SEGMENTED if call.segmented else OP, (self, call), (inputs, sequences))
 
-    def forward(self, call: Any, inputs: Any, cu_seqlens: jax.Array | None) -> Results:
-        """The results in the fastest way; `forward_by_chunks` is the one that JAX itself can differentiate."""
+    def forward(self, call: Any, inputs: Any, sequences: Any) -> Results:
+        """The results in the fastest way; `_reference` is the one that JAX itself can differentiate."""
 
         def by_tokens() -> Results:
-            return token_walk.forward(call, self.write, *self._prepare(call, cu_seqlens, inputs), cu_seqlens)
+            if call.segmented:
+                arrays = self.arrays(call, inputs, None)
+                return token_walk.forward_of_segments(call, self.write, arrays, inputs, sequences)
+            return token_walk.forward(call, self.write, *self._prepare(call, sequences, inputs), sequences)
 
         def by_chunks() -> Results:
-            return self.forward_by_chunks(call, inputs, cu_seqlens)
+            if call.segmented:
+                return self.forward_of_segments(call, inputs, sequences, keep_states=False)[0]
+            return self.forward_by_chunks(call, inputs, sequences)
 
         if token_walk.applies(call, inputs):
             return lax.platform_dependent(cpu=by_tokens, default=by_chunks)
@@ -85,34 +92,65 @@ class Recurrence:
         (d_inputs,) = pull((d_arrays, None if starts is None else d_starts))
         return d_inputs
 
+    def by_tokens(self, call: Any, inputs: Any, ids: jax.Array) -> Results:
+        """The results of rows that hold several sequences, in plain JAX."""
+        arrays = self.arrays(call, inputs, None)
+        return token_walk.segments(call, self.write, arrays, inputs, ids, layout.chunk_size(call))
+
+    def forward_of_segments(self, call: Any, inputs: Any, ids: jax.Array, *, keep_states: bool) -> tuple[Results, Any]:
+        """The results of rows that hold several sequences and, if kept, states for `backward_of_segments`."""
+        arrays, starts = self._prepare_segments(call, ids, inputs)
+        return segment_walk.forward(call, self.math(call), arrays, starts, ids, keep_states)
+
+    def backward_of_segments(self, call: Any, inputs: Any, ids: jax.Array, kept: jax.Array, cotangents: Results) -> Any:
+        """Cotangents of the inputs of rows that hold several sequences."""
+        (arrays, starts), pull = jax.vjp(functools.partial(self._prepare_segments, call, ids), inputs)
+        d_arrays, d_starts = segment_walk.backward(call, self.math(call), arrays, starts, kept, ids, cotangents)
+        (d_inputs,) = pull((d_arrays, None if starts is None else d_starts))
+        return d_inputs
+
+    def _prepare_segments(self, call: Any, ids: jax.Array, inputs: Any) -> tuple[Any, jax.Array | None]:
+        return self.arrays(call, inputs, None), start_states(call, inputs, ids)
+
     def _prepare(self, call: Any, cu_seqlens: jax.Array | None, inputs: Any) -> tuple[Any, jax.Array | None]:
         """The arrays of all tokens, and the states that sequences start from."""
         return self.arrays(call, inputs, cu_seqlens), start_states(call, inputs, cu_seqlens)
 
 
 def _forward(static: tuple[Recurrence, Any], operands: Any) -> Results:
-    recurrence, call = static
-    return recurrence.forward(call, *operands)
+    (recurrence, call), (inputs, sequences) = static, operands
+    return recurrence.forward(call, inputs, sequences)
 
 
 def _with_residuals(static: tuple[Recurrence, Any], operands: Any) -> tuple[Results, Any]:
-    recurrence, call = static
-    return recurrence.forward_with_residuals(call, *operands)
+    (recurrence, call), (inputs, sequences) = static, operands
+    if call.segmented:
+        return recurrence.forward_of_segments(call, inputs, sequences, keep_states=True)
+    return recurrence.forward_with_residuals(call, inputs, sequences)
 
 
 def _backward(static: tuple[Recurrence, Any], operands: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
-    (recurrence, call), (inputs, cu_seqlens), (d_output, d_final) = static, operands, cotangents
+    (recurrence, call), (inputs, sequences), (d_output, d_final) = static, operands, cotangents
     query = inputs.query
     if d_output is None:
         shape = (call.batch, call.tokens, call.heads, call.value_dim)
         d_output = _varying.like(jnp.zeros(shape, call.dtype), query)
     d_final = walk.zero_states(call, query) if d_final is None else d_final
-    return recurrence.backward(call, inputs, cu_seqlens, residuals, (d_output, d_final)), None
+    backward = recurrence.backward_of_segments if call.segmented else recurrence.backward
+    return backward(call, inputs, sequences, residuals, (d_output, d_final)), None
 
 
 def _reference(static: tuple[Recurrence, Any], operands: Any) -> Results:
     recurrence, call = static
-    return recurrence.forward_by_chunks(call, *operands)
+    return (recurrence.by_tokens if call.segmented else recurrence.forward_by_chunks)(call, *operands)
+
+
+def _fold(static: tuple[Recurrence, Any], size: int, operands: Any, mapped: Any, wanted: Any) -> Any:
+    recurrence, call = static
+    larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
+    return (recurrence, larger), fold_rows(operands, size, mapped)
 
 
 OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_forward)
+# the number of steps depends on values: mapped calls of them would all run as long as the longest
+SEGMENTED = replace(OP, fold=_fold)

@@ -5,7 +5,7 @@ the decayed state before it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.chunks.call import Call
-from ejkernel.kernels.chunks.first_gates import Inputs, decayed
+from ejkernel.kernels.chunks.first_gates import Inputs, decayed, initial_states
+from ejkernel.kernels.chunks.segments import runs
 from ejkernel.kernels.chunks.walk import Arrays, einsum_of, map_gates, zero_states
 
 Write = Callable[[Any, Any, jax.Array], jax.Array]
@@ -36,6 +37,42 @@ def step(call: Call, write: Write, token: Arrays, state: jax.Array) -> Results:
     return _read(call, token.query, state), state
 
 
+def segments(call: Call, write: Write, arrays: Arrays, inputs: Inputs, ids: jax.Array, block: int) -> Results:
+    """The results of rows that hold several sequences, as `segment_walk.forward` gives them.
+
+    JAX can differentiate it any number of times: `block` tokens at a time are computed again for a gradient, so that
+    states of all tokens are never there at once.
+    """
+    marks = _marks(call, inputs, ids)
+    arrays = _select(arrays, marks)
+
+    def visit(state: jax.Array, each: tuple[Arrays, jax.Array, jax.Array]) -> Results:
+        token, reset, valid = each
+        reset, valid = (x[:, None, None, None] for x in (reset, valid))
+        output, following = step(call, write, token, jnp.where(reset, 0, state))
+        return jnp.where(valid, following, state), jnp.where(valid, output, 0)
+
+    def of_block(state: jax.Array, block: Any) -> Results:
+        return lax.scan(visit, state, block, reverse=call.reverse)
+
+    T = call.tokens
+    blocks = -(-T // block)
+
+    def by_blocks(x: jax.Array) -> jax.Array:
+        """`[B, T, ...]` as `[blocks, block, B, ...]`, with zeros behind, which are padding."""
+        x = jnp.pad(x, ((0, 0), (0, blocks * block - T), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x, 1, 0).reshape(blocks, block, x.shape[0], *x.shape[2:])
+
+    each = jax.tree.map(by_blocks, (jax.tree.map(lambda x: x[:, :, None], arrays), marks.reset, marks.valid))
+    final, output = lax.scan(jax.checkpoint(of_block), initial_states(call, inputs), each, reverse=call.reverse)
+    return jnp.moveaxis(output.reshape(blocks * block, *output.shape[2:])[:T, :, 0], 0, 1), final
+
+
+def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """Flags of tokens `[B, T]` as they broadcast to `x [B, T, ...]`."""
+    return flags.reshape(*flags.shape, *(1,) * (x.ndim - 2))
+
+
 def forward(
     call: Call, write: Write, arrays: Arrays, starts: jax.Array | None, cu_seqlens: jax.Array | None
 ) -> Results:
@@ -52,11 +89,7 @@ def forward(
             token = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, 1, 1, allow_negative_indices=False), arrays)
             # the first gates are in the state already
             token = map_gates(lambda x: jnp.where(i == low, 0, x.astype(call.state_dtype)), token)
-            for gate in _beside_states(token):
-                factor = jnp.exp(_dithered(gate, at))
-                # what is 0 stays so, even if a factor overflows; its tangent decays as any other
-                state = jnp.where((state == 0) & (factor == jnp.inf), state, factor * state)
-            state = write(call, token, state)
+            state = write(call, token, _decayed_at(at, state, token))
             read = _read(call, token.query, state)
             return state, lax.dynamic_update_slice_in_dim(output, read, at, 1, allow_negative_indices=False)
 
@@ -72,6 +105,55 @@ def forward(
 
     ends = jnp.minimum(cu_seqlens, call.tokens)
     return lax.scan(visit, output, (ends[:-1], ends[1:], first[:, None]))
+
+
+def forward_of_segments(call: Call, write: Write, arrays: Arrays, inputs: Inputs, ids: jax.Array) -> Results:
+    """The results of rows that hold several sequences, as `segment_walk.forward` gives them."""
+    marks = _marks(call, inputs, ids)
+    output = jnp.zeros_like(arrays.query, call.dtype, shape=(call.batch, call.tokens, call.heads, call.value_dim))
+
+    def visit(i: jax.Array, carry: Results) -> Results:
+        before, output = carry
+        at = call.tokens - 1 - i if call.reverse else i
+        token, mark = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, 1, 1), (arrays, marks))
+        token = map_gates(lambda x: x.astype(call.state_dtype), _select(token, mark))
+        reset, valid = (x[:, :, None, None] for x in (mark.reset, mark.valid))
+        state = write(call, token, _decayed_at(at, jnp.where(reset, 0, before), token))
+        read = jnp.where(valid, _read(call, token.query, state), 0)
+        output = lax.dynamic_update_slice_in_dim(output, read, at, 1)
+        return jnp.where(valid, state, before), output
+
+    return lax.fori_loop(0, call.tokens, visit, (initial_states(call, inputs), output))[::-1]
+
+
+class _Marks(NamedTuple):
+    """What tokens are in rows that hold several sequences, `[B, T]` each."""
+
+    valid: jax.Array  # no padding
+    reset: jax.Array  # starts from nothing
+    without_gate: jax.Array  # its gate has no effect
+
+
+def _marks(call: Call, inputs: Inputs, ids: jax.Array) -> _Marks:
+    found = runs(ids)
+    first, of_row = found.first_visited(call), found.first_of_row(call)
+    reset = first & ~of_row
+    return _Marks(found.valid, reset, ~found.valid | (first if inputs.initial_state is None else reset))
+
+
+def _select(arrays: Arrays, marks: _Marks) -> Arrays:
+    """Arrays of tokens with 0 for what has no effect: selected, not multiplied, as it may be anything."""
+    arrays = jax.tree.map(lambda x: jnp.where(_beside(marks.valid, x), x, 0), arrays)
+    return map_gates(lambda x: jnp.where(_beside(marks.without_gate, x), 0, x), arrays)
+
+
+def _decayed_at(at: jax.Array, state: jax.Array, token: Arrays) -> jax.Array:
+    """`state` after the gates of the token at this place, in the fastest way."""
+    for gate in _beside_states(token):
+        factor = jnp.exp(_dithered(gate, at))
+        # what is 0 stays so, even if a factor overflows; its tangent decays as any other
+        state = jnp.where((state == 0) & (factor == jnp.inf), state, factor * state)
+    return state
 
 
 def of_heads(call: Call, x: jax.Array) -> jax.Array:

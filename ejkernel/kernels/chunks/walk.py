@@ -90,13 +90,24 @@ def _initial_carry(call: Call, starts: jax.Array) -> States:
     return States(jnp.zeros_like(starts[:1]), starts) if call.packed else States(starts, None)
 
 
-def _state_at_chunk(call: Call, states: States, chunk: Chunks, starts: jax.Array | None, first: jax.Array) -> jax.Array:
-    """The state at a chunk's start: the carried one or, if it is the `first` of its sequence, the sequence's."""
-    state = states.current
+def _state_at_chunk(call: Call, states: States, chunk: Chunks, starts: jax.Array | None, back: bool) -> jax.Array:
+    """The state at a chunk's start: the carried one or, if it is the first of its sequence, the sequence's."""
     if not call.packed:
-        return state
-    start = jnp.zeros_like(state) if starts is None else lax.dynamic_index_in_dim(starts, chunk.sequence)
-    return jnp.where(first, start.astype(state.dtype), state)
+        return states.current
+    return start_of_chunk(states.current, chunk, starts, back)
+
+
+def start_of_chunk(carried: jax.Array, chunk: Chunks, starts: jax.Array | None, back: bool) -> jax.Array:
+    """`carried [1, H, K, V]`, or what a chunk starts from that is the first of its sequence, the last if `back`.
+
+    If a row holds several sequences, the first of them starts from `starts` and the others from zeros.
+    """
+    start = zeros = jnp.zeros_like(carried)
+    if starts is not None:
+        start = lax.dynamic_index_in_dim(starts, chunk.sequence).astype(carried.dtype)
+        row_first = chunk.row_last if back else chunk.row_first
+        start = start if row_first is None else jnp.where(row_first, start, zeros)
+    return jnp.where(chunk.last if back else chunk.first, start, carried)
 
 
 def _by_steps(x: Any, together: int) -> Any:
@@ -119,7 +130,7 @@ def _chunks_first(x: jax.Array, chunks: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(-1, chunks, *x.shape[1:]), 0, 1)
 
 
-def _pass(
+def pass_step(
     call: Call,
     states: States,
     step: Chunks,
@@ -137,7 +148,7 @@ def _pass(
 
     def visit(states: States, each: tuple[Chunks, Any]) -> tuple[States, tuple[jax.Array, Any]]:
         chunk, transition = each
-        state = _state_at_chunk(call, states, chunk, starts, chunk.last if back else chunk.first)
+        state = _state_at_chunk(call, states, chunk, starts, back)
         following, extra = advance(transition, state)
         return states.after(following, chunk), (state, extra)
 
@@ -156,13 +167,13 @@ def map_gates(function: Callable[[jax.Array], jax.Array], arrays: Arrays) -> Arr
     return arrays._replace(**{name: function(getattr(arrays, name)) for name in names})
 
 
-def _cut(call: Call, arrays: Arrays, step: Chunks) -> Arrays:
+def cut_step(call: Call, arrays: Arrays, step: Chunks) -> Arrays:
     """The arrays of a step's chunks as they are visited, `[rows · chunks, H, C, ·]`, in the dtype of the states.
 
     A sequence's first gates are 0: its start state has them already, see `first_gates`.
     """
     chunk = jax.tree.map(functools.partial(_cut_array, call, step), arrays)
-    return _without_first_gates(call, step, chunk)
+    return without_first_gates(call, step, chunk)
 
 
 def _cut_array(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
@@ -171,7 +182,7 @@ def _cut_array(call: Call, step: Chunks, x: jax.Array) -> jax.Array:
     return jnp.flip(x, 2) if call.reverse else x
 
 
-def _without_first_gates(call: Call, step: Chunks, chunk: Arrays) -> Arrays:
+def without_first_gates(call: Call, step: Chunks, chunk: Arrays) -> Arrays:
     """A step's arrays, or their cotangents, with 0 for the gates of sequences' first tokens."""
     first = layout.first_visited(call, step)
     first = jnp.broadcast_to(first[None], (call.batch, *first.shape)).reshape(-1, 1, first.shape[1], 1)
@@ -194,10 +205,10 @@ def forward(
     where, einsum, together = layout.chunks(call, cu_seqlens), einsum_of(call), layout.together(call)
 
     def visit(states: States, step: Chunks) -> tuple[States, Any]:
-        effects = math.effect(_cut(call, arrays, step), einsum)
+        effects = math.effect(cut_step(call, arrays, step), einsum)
         advance = functools.partial(math.advance, einsum=einsum)
-        states, (chunk_states, extra) = _pass(call, states, step, starts, advance, effects.transition, back=False)
-        output = _output(call, math, effects, chunk_states, extra)
+        states, (chunk_states, extra) = pass_step(call, states, step, starts, advance, effects.transition, back=False)
+        output = step_output(call, math, effects, chunk_states, extra)
         return states, (output, chunk_states if keep_states else None)
 
     # Several chunks a step without gradients: XLA's CPU backend copies the carried states once a step and runs products
@@ -215,7 +226,7 @@ def zero_states(call: Call, like: jax.Array) -> jax.Array:
     return _varying.like(jnp.zeros(shape, call.state_dtype), like)
 
 
-def _output(call: Call, math: ChunkMath, effects: Any, chunk_states: jax.Array, extra: Any) -> jax.Array:
+def step_output(call: Call, math: ChunkMath, effects: Any, chunk_states: jax.Array, extra: Any) -> jax.Array:
     """What the tokens of a step's chunks read, `[chunks, rows, C, H, V]`."""
     output = math.output(effects, _rows_first(chunk_states), jax.tree.map(_rows_first, extra), einsum_of(call))
     output = jnp.flip(output, 2) if call.reverse else output
@@ -226,7 +237,7 @@ def transitions(call: Call, math: ChunkMath, arrays: Arrays, where: Chunks) -> A
     """What carries a state through each step's chunks, `[steps, …]`."""
 
     def visit(step: Chunks) -> Any:
-        return math.effect(_cut(call, arrays, step), einsum_of(call)).transition
+        return math.effect(cut_step(call, arrays, step), einsum_of(call)).transition
 
     return lax.map(visit, _by_steps(where, layout.together(call)))
 
@@ -246,7 +257,7 @@ def transitions_back(
             return math.advance_back(transition, jnp.zeros_like(states), einsum)
 
         # only the value passed to `carry_back` is used; XLA removes the rest
-        math.backward(_cut(call, arrays, chunks), states, _d_output(call, chunks, d_output), carry_back, einsum)
+        math.backward(cut_step(call, arrays, chunks), states, d_step_output(call, chunks, d_output), carry_back, einsum)
         return passed[0]
 
     return lax.map(visit, _by_steps((where, chunk_states), layout.together(call)))
@@ -269,7 +280,7 @@ def pass_all(
     advance = functools.partial(advance, einsum=einsum_of(call))
 
     def visit(states: States, step: tuple[Chunks, Any]) -> tuple[States, Any]:
-        return _pass(call, states, step[0], starts, advance, step[1], back)
+        return pass_step(call, states, step[0], starts, advance, step[1], back)
 
     steps = _by_steps(where, together), transition
     states, stacked = lax.scan(visit, _initial_carry(call, starts), steps, reverse=call.reverse != back)
@@ -288,13 +299,13 @@ def outputs(
 
     def visit(step: tuple[Chunks, tuple[jax.Array, Any]]) -> jax.Array:
         chunks, passed = step
-        return _output(call, math, math.effect(_cut(call, arrays, chunks), einsum_of(call)), *passed)
+        return step_output(call, math, math.effect(cut_step(call, arrays, chunks), einsum_of(call)), *passed)
 
     pieces = lax.map(visit, _by_steps((where, passed), layout.together(call)))
     return layout.put_together(call, where, cu_seqlens, _flat(pieces))
 
 
-def _d_output(call: Call, chunks: Chunks, d_output: jax.Array) -> jax.Array:
+def d_step_output(call: Call, chunks: Chunks, d_output: jax.Array) -> jax.Array:
     """The cotangent of what a step's chunks read, unscaled."""
     return call.scale * _cut_array(call, chunks, d_output)
 
@@ -326,13 +337,13 @@ def backward(
             if known is not None:
                 return jax.tree.map(_rows_first, known)
             advance = functools.partial(math.advance_back, einsum=einsum)
-            d_states, stacked = _pass(call, d_states, chunks, d_final, advance, transition, back=True)
+            d_states, stacked = pass_step(call, d_states, chunks, d_final, advance, transition, back=True)
             return jax.tree.map(_rows_first, stacked)
 
-        chunk, do = _cut(call, arrays, chunks), _d_output(call, chunks, d_output)
+        chunk, do = cut_step(call, arrays, chunks), d_step_output(call, chunks, d_output)
         d_chunk = math.backward(chunk, _rows_first(states), do, carry_back, einsum)
-        d_chunk = _without_first_gates(call, chunks, d_chunk)
-        return d_states, jax.tree.map(functools.partial(_uncut, call), arrays, d_chunk)
+        d_chunk = without_first_gates(call, chunks, d_chunk)
+        return d_states, jax.tree.map(functools.partial(uncut, call), arrays, d_chunk)
 
     ends = d_final if stateful else None
     d_states = States(jnp.zeros_like(d_final[:1]), ends) if call.packed else States(d_final, None)
@@ -342,7 +353,7 @@ def backward(
     return d_arrays, d_states.final if d_starts is None else d_starts
 
 
-def _uncut(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
+def uncut(call: Call, like: jax.Array, x: jax.Array) -> jax.Array:
     """A step's cotangents of `like [B, T, heads, ...]` as `[chunks, B, C, heads, ...]`, summed over shared heads."""
     heads = like.shape[2]
     x = x.reshape(x.shape[0], heads, call.heads // heads, *x.shape[2:]).sum(2)

@@ -1,9 +1,11 @@
 """The delta rule: the gated linear recurrence with values replaced by what they correct."""
 
 from ejkernel._dispatch import Implementation, Later
+from ejkernel.kernels.chunks import pools
 from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.phases import phases_from_wide_states
 from ejkernel.kernels.delta_rule.xla.phases import PHASES
+from ejkernel.kernels.delta_rule.xla.recurrence import RECURRENCE
 
 _PALLAS, _TRITON = "delta_rule.pallas", "delta_rule.triton"
 # Fastest first, on each device.
@@ -19,3 +21,5 @@ IMPLEMENTATIONS = (
     Implementation("triton", ("cuda",), Later(_TRITON, "supports"), Later(_TRITON, "run")),
     Implementation("xla", None, xla.supports, xla.run, PHASES),
 )
+# Of calls that read and write slots of a pool of states.
+POOLED = pools.implementations(RECURRENCE)

@@ -50,6 +50,9 @@ def test_refuses_what_it_would_get_wrong():
     assert not refused(causal=True)
     assert not refused(cu_seqlens=jnp.array([0, 100]))
     assert "cu_seqlens_kv" in refused(cu_seqlens=jnp.array([0, 100]), cu_seqlens_kv=jnp.array([0, 90]))
+    ids = jnp.zeros((1, 128), int)
+    assert not refused(segment_ids=ids)
+    assert "segment_ids_kv" in refused(segment_ids=ids, segment_ids_kv=ids)
     assert "float32" in refused(dtype=jnp.float32)
     assert "128" in refused((1, 100, 2, 64))
     assert "head dims" in refused((1, 128, 2, 80))
@@ -86,12 +89,19 @@ def test_exports_hold_the_kernels(platforms, options):
     assert exported.mlir_module().count("tpu_custom_call") == 3
 
 
-def test_packed(monkeypatch):
+PACKINGS = {
+    "packed": {"cu_seqlens": np.array([0, 100, 100, 200])},
+    "segments": {"segment_ids": np.repeat([3, 1, -2], [100, 100, 56])[None]},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed(monkeypatch, packing):
     """A NaN stays in its sequence, also one in a cotangent; padding has no effect."""
     monkeypatch.setattr(_pallas, "INTERPRET", True)
     monkeypatch.setattr(splash, "LARGEST_BLOCK", 128)
     case = Case("packed", **SIZES | {"queries": 256}, keys=256, kv_heads=1)
-    options = {"causal": True, "sliding_window": (60, 0), "cu_seqlens": np.array([0, 100, 100, 200])}
+    options = {"causal": True, "sliding_window": (60, 0), **PACKINGS[packing]}
     arrays = {name: jnp.asarray(each).at[:, 200:].set(jnp.nan) for name, each in case.arrays(jnp.bfloat16).items()}
     cotangent = jax.random.normal(jax.random.key(0), arrays["query"].shape).at[:, 200:].set(jnp.nan)
 
@@ -101,7 +111,8 @@ def test_packed(monkeypatch):
 
     run = of("splash")
     exact = {name: each.astype(np.float32) for name, each in arrays.items()}
-    right = oracle.flash_attention(**exact, **options)[0], of("xla")(exact, cotangent)[1]
+    without_padding = {name: np.nan_to_num(each) for name, each in exact.items()}
+    right = oracle.flash_attention(**without_padding, **options)[0], of("xla")(exact, cotangent)[1]
     spoilt = arrays | {"value": arrays["value"].at[:, 150].set(jnp.nan)}
     for given, last in ((cotangent, arrays), (cotangent, spoilt), (cotangent.at[:, 150].set(jnp.nan), arrays)):
         found = run(last, given)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import CASES, OFFSET, PACKED, Case, check
+from attention_cases import CASES, OFFSET, PACKED, SEGMENTED, Case, check
+from attention_leaks import check_leaks, gradients_of, tensors
 from conftest import assert_close
 from jax.sharding import PartitionSpec
 from ring_of_one import on_a_ring, one_by_one
@@ -43,7 +44,7 @@ SMALL = {
     plan.BIASED_WIDE: Config(forward=TILE, query=JOINED, key=TILE, **OTHERS, apart=True),
 }
 # one tile would hold all of these, and the one above has already seen what they differ in
-SHORT = [each for each in [*CASES, *PACKED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
+SHORT = [each for each in [*CASES, *PACKED, *SEGMENTED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
 
 
@@ -75,6 +76,42 @@ def test_decoding(case, monkeypatch):
     """The keys in parts, and gradients from what the parts left."""
     monkeypatch.setattr(plan, "FEW_ROWS", 64)
     check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_sequences_of_a_row_do_not_leak(biased):
+    """A NaN or inf in one, or in padding, changes no bit of another; sequences share tiles, and one comes back."""
+    ids = np.repeat([4, 1, -1, 4, 9], [6, 18, 2, 4, 4])[None]
+    arrays = tensors(rows=1, tokens=34, heads=2, kv_heads=1)
+    if not biased:
+        del arrays["bias"]
+    options = {"causal": True, "softmax_aux": np.ones((2, 1), np.float32), "segment_ids": ids}
+    if not biased:
+        options["logits_soft_cap"] = 3.0
+    run = gradients_of(lambda **arrays: flash_attention(**arrays, **options))
+    check_leaks(run, arrays, ids, [np.nan], [4, 1])
+
+
+def test_decoding_several_sequences_does_not_leak(monkeypatch):
+    monkeypatch.setattr(plan, "FEW_ROWS", 64)
+    case = next(each for each in FEW if each.name == "segments")
+    arrays, ids = case.arrays(np.float32), case.options["segment_ids"]
+    clean = np.asarray(flash(case)(**arrays))
+    for name in ("key", "value"):
+        dirty = arrays[name].copy()
+        dirty[case.options["segment_ids_kv"] == 3] = dirty[case.options["segment_ids_kv"] < 0] = np.nan
+        found = np.asarray(flash(case)(**arrays | {name: dirty}))
+        np.testing.assert_array_equal(found[ids != 3], clean[ids != 3])
+        assert np.isnan(found[ids == 3]).any()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_ids_that_int32_does_not_hold(dtype, x64):
+    case = Case("", batch=1, queries=24, keys=24)
+    arrays = case.arrays(np.float32)
+    ids = np.repeat(np.array([np.iinfo(dtype).max, 5, 2**31 + 5], dtype), 8)[None]
+    right = oracle.flash_attention(**arrays, segment_ids=np.repeat([0, 1, 2], 8)[None])[0]
+    assert_close(flash(case)(**arrays, segment_ids=ids), right, 3e-6)
 
 
 BEYOND = {"sliding_window": (9, 0), "query_offset": np.array([60, 42])}
@@ -109,6 +146,25 @@ def test_half_precision(case, dtype, monkeypatch):
     assert_close(right[0], expected(case)(**exact)[0], 3e-6)
     for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
         assert_close(one, other, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("size", [2.0**8, 2.0**-14])
+def test_gradients_of_scores_beyond_float16(size):
+    """Those of query and key fit into float16 where what they are made of does not, or is too small for it."""
+    random = np.random.default_rng(0)
+    query, key, value, cotangent = random.uniform(-1, 1, size=(4, 1, 40, 2, 16))
+    arrays = [np.float16(x) for x in (0.01 * query, 0.01 * key, 32 * size * value, size * cotangent)]
+    *moving, cotangent = arrays
+
+    def gradients(dtype, **options):
+        given = [jnp.asarray(x, dtype) for x in moving]
+        pull = jax.vjp(lambda *arrays: flash_attention(*arrays, causal=True, **options), *given)[1]
+        return pull(jnp.asarray(cotangent, dtype))
+
+    exact = gradients(jnp.float32, platform="xla")
+    for actual, wanted in zip(gradients(jnp.float16), exact, strict=True):
+        bound = 4e-3 * np.abs(wanted).max() + 6e-8  # the least that float16 holds
+        assert np.abs(actual.astype(np.float32) - wanted).max() <= bound
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 48), (2, 2, 20, 1), (2, 4, 1, 1), (1, 4, 20, 48)], ids=str)

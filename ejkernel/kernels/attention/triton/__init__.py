@@ -7,7 +7,6 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _launch, _varying
-from ejkernel.kernels.attention import dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.differentiation import attend
@@ -46,8 +45,7 @@ def run(call: Call, *arrays: Array | None) -> Any:
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
     dtype = operand_dtype(call)
     query, key, value = (each.astype(dtype) for each in inputs[:3])
-    words = None if inputs.dropout_key is None else jnp.stack(dropout.words(inputs.dropout_key))
-    inputs = inputs._replace(query=query, key=key, value=value, dropout_key=words)
+    inputs = inputs._replace(query=query, key=key, value=value)
     if inputs.bias is not None and inputs.bias.dtype == jnp.float64:
         inputs = inputs._replace(bias=inputs.bias.astype(jnp.float32))  # as wide as the scores it is added to
     output, lse = attend(call, inputs)

@@ -64,7 +64,7 @@ def backward(
     tile = plan.config.query
     d_query, flow = launcher.launch(
         device("backward").query_gradient,
-        launcher.arrays | given,
+        launcher.arrays | given | launcher.ranges(tile.columns),
         {"d_query": shape(*inputs.query.shape, dtype=dtype), "flow": None if inputs.sinks is None else rows},
         programs=launcher.blocks(tile.rows) * call.heads,
         tile=tile,
@@ -81,10 +81,12 @@ def _keys(launcher: Launcher, given: dict[str, Any], folded: bool) -> tuple[Arra
     dtype = inputs.query.dtype if parts == 1 else jnp.float32
     d_key, d_value = (shape(parts, *each.shape, dtype=dtype) for each in (inputs.key, inputs.value))
 
+    arrays = launcher.arrays | given | launcher.ranges(tile.rows, of_keys=False)
+
     def launch(of_key: bool, of_value: bool) -> Any:
         return launcher.launch(
             device("backward").key_gradients,
-            launcher.arrays | given,
+            arrays,
             {"d_key": d_key if of_key else None, "d_value": d_value if of_value else None},
             programs=launcher.blocks(tile.columns, of_keys=True) * call.kv_heads * parts,
             tile=tile,

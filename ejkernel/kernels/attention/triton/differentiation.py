@@ -39,7 +39,9 @@ def _with_residuals(static: Static, inputs: Inputs) -> tuple[Outputs, tuple[Arra
 
 
 def _without_padding(inputs: Inputs, rows: Array, fill: float) -> Array:
-    """`rows [B, S, H]` with `fill` for tokens past the last sequence."""
+    """`rows [B, S, H]` with `fill` for tokens that are padding."""
+    if inputs.segment_ids is not None:
+        return jnp.where((inputs.segment_ids < 0)[..., None], fill, rows)
     if inputs.cu_seqlens is None:
         return rows
     token = jnp.arange(rows.shape[1], dtype=inputs.cu_seqlens.dtype)

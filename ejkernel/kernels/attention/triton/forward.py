@@ -29,7 +29,8 @@ def forward(call: Call, plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array
     tile = plan.config.forward
     programs = launcher.blocks(tile.rows) * call.heads
     kernel, results = device("forward").forward, _results(launcher)
-    output, top, total = launcher.launch(kernel, launcher.arrays, results, programs=programs, tile=tile)
+    arrays = launcher.arrays | launcher.ranges(tile.columns)
+    output, top, total = launcher.launch(kernel, arrays, results, programs=programs, tile=tile)
     return output, top, total
 
 

@@ -16,6 +16,7 @@ from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.attention import dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
+from ejkernel.kernels.attention.masks import int32_ids
 from ejkernel.kernels.attention.triton.plan import Plan
 from ejkernel.xla_utils.utils import cdiv
 
@@ -66,6 +67,7 @@ class Constants:
     columns: int  # keys a tile
     joined: bool  # as in `Tile`
     packed: bool
+    ids: bool  # rows hold several sequences
     offsets: int  # none, one for all rows, or one each
     left: bool  # whether keys are bounded on that side
     right: bool
@@ -82,6 +84,7 @@ class Constants:
     fast_tanh: bool
     least: int  # what dropout keeps draws from this on, 0 if all
     share: float  # what is kept is multiplied by this
+    placed: bool  # draws are counted in a call that this one is a part of
     precision: str
     parts: int = 1  # of the keys, the heads or the tiles, for programs of their own
     part_block: int = 1
@@ -105,6 +108,9 @@ class Launcher:
         names = ("cu_seqlens", "cu_seqlens_kv")
         borders = {name: each.astype(jnp.int32) for name in names if (each := getattr(inputs, name)) is not None}
         inputs = inputs._replace(mask=_aligned(inputs.mask), bias=_aligned(inputs.bias), **borders)
+        if inputs.segment_ids is not None and inputs.segment_ids_kv is not None:
+            ids, ids_kv = int32_ids(inputs.segment_ids, inputs.segment_ids_kv)
+            inputs = inputs._replace(segment_ids=ids, segment_ids_kv=ids_kv)
         return Launcher(call, plan, inputs)
 
     @property
@@ -127,6 +133,16 @@ class Launcher:
         if self.call.sequences is not None:
             return count // size + self.call.sequences + 1
         return self.call.batch * cdiv(count, size)
+
+    def ranges(self, size: int, of_keys: bool = True) -> dict[str, Array | None]:
+        """Of each block of `size` keys or queries, padding aside, the least and the largest id; and if all have it."""
+        ids = self.inputs.segment_ids_kv if of_keys else self.inputs.segment_ids
+        if ids is None:
+            return dict.fromkeys(("least", "largest", "whole"))
+        blocks = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), constant_values=-1).reshape(ids.shape[0], -1, size)
+        least, largest = jnp.where(blocks < 0, _FAR, blocks).min(-1), blocks.max(-1)
+        whole = (blocks.min(-1) == largest).astype(jnp.int32)
+        return {"least": least, "largest": largest, "whole": whole}
 
     def launch(
         self,
@@ -159,6 +175,7 @@ class Launcher:
             columns=0,
             joined=False,
             packed=call.sequences is not None,
+            ids=call.segment_ids,
             offsets=0 if offset is None else min(offset.shape[0], 2),
             left=call.left is not None,
             right=call.right is not None,
@@ -175,5 +192,6 @@ class Launcher:
             fast_tanh=self.plan.fast_tanh,
             least=dropout.least(call),
             share=1 / (1 - call.dropout),
+            placed=inputs.dropout_key is not None and dropout.is_placed(inputs.dropout_key),
             precision="tf32x3" if inputs.query.dtype == np.float32 else "ieee",
         )

@@ -200,7 +200,7 @@ def _walk(call: Call) -> str:
         return BIASED if call.bias_dtype.itemsize == 2 or 1 in call.bias_shape[2:] else BIASED_WIDE
     if call.mask_shape is not None:
         return MASKED
-    if call.sequences is not None:
+    if call.sequences is not None or call.segment_ids:
         return PACKED
     return SHORT if call.left is not None or call.soft_cap is not None else LONG
 

@@ -1,5 +1,6 @@
 """The forward and the backward pass of blockwise attention, with the online softmax."""
 
+import functools
 from typing import Any
 
 import jax
@@ -45,6 +46,8 @@ def forward(
             weights = _drop(p, rows, columns, weights)
             if few:
                 added = few_queries.weighted(call, weights, columns.value)
+            elif p.mixed and not every_block:
+                added = _weighted(call, columns.allowed, weights, columns.value)
             else:
                 added = _matmul(call, _narrow(weights, columns.value), finite(p, columns.value))
             return new_top, total, sums * shrink + added
@@ -57,11 +60,8 @@ def forward(
 
     _, results = lax.scan(jax.checkpoint(block) if every_block else block, None, (p.rows, p.layout.split(p.query, 3)))
     output, top, total = (p.layout.join(each, 3, call.queries) for each in results)
-    if p.mixed:
-        output = jnp.where(_sees_nan(p), jnp.nan, output)
+    if (inside := _inside(inputs)) is not None:
         # padding, which sinks have reached
-        end = inputs.cu_seqlens[-1]  # type: ignore[index]
-        inside = jnp.arange(call.queries, dtype=end.dtype) < end
         top, total = jnp.where(inside, top, 0), jnp.where(inside, total, 0)
     output = output if p.alive is None else jnp.where(p.alive, output, 0)
     return heads_last(call, output).astype(call.residual_dtype), heads_last(call, top), heads_last(call, total)
@@ -75,7 +75,9 @@ def backward(
     output, d_output, top, total, d_total = (heads_first(call, x) for x in (output, d_output, top, total, d_total))
     d_output = d_output if p.alive is None else jnp.where(p.alive, d_output, 0)
     # what the softmax takes off the gradient of each score, with what comes in by way of the total
-    mean = jnp.where(p.real, (d_output.astype(call.wide) * output.astype(call.wide)).sum(-1), 0)
+    mean = d_output.astype(call.wide) * output.astype(call.wide)
+    # a query that may attend nowhere has output 0 and takes no gradient, not even a NaN
+    mean = jnp.where(p.real, (mean if p.segments is None else jnp.where(output == 0, 0, mean)).sum(-1), 0)
     mean = jnp.where(total == 0, 0, mean - d_total * total)
     share = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))  # of the largest score
     d_output = d_output.astype(call.value_dtype)
@@ -96,6 +98,8 @@ def backward(
             d_scores = d_scores * call.scale if slope is None else d_scores * slope * call.scale
             weights = jnp.where(columns.allowed, _drop(p, rows, columns, weights), 0)
             d_value = _add_keys(call, d_value, columns, _narrow(weights, d_output), finite(p, d_output))
+            if p.mixed:
+                d_value = _add_nan(d_value, columns, d_output)
             d_key = _add_keys(call, d_key, columns, _narrow_gradient(d_scores, query), finite(p, query))
             d_query = d_query + _matmul(call, _narrow_gradient(d_scores, columns.key), finite(p, columns.key))
             return d_key, d_value, d_query, d_bias
@@ -109,8 +113,6 @@ def backward(
     zeros = _varying.like((jnp.zeros(p.key.shape, call.wide), jnp.zeros(p.value.shape, call.wide)), p.query)
     (d_key, d_value), (d_query, d_bias) = lax.scan(block, zeros, (p.rows, *split))
     d_query = p.layout.join(d_query, 3, call.queries)
-    if p.mixed:
-        d_value = jnp.where(_seen_by_nan(p, d_output), jnp.nan, d_value)
     if p.alive is not None and p.seen is not None:
         d_query = jnp.where(p.alive, d_query, 0)
         d_key, d_value = jnp.where(p.seen, d_key, 0), jnp.where(p.seen, d_value, 0)
@@ -143,6 +145,8 @@ def _scores(call: Call, query: Array, columns: Columns, few: bool = False) -> tu
     if columns.bias is not None:
         scores = scores + columns.bias.astype(scores.dtype)
     # mask before exp: a masked inf would make the gradient NaN
+    if slope is not None:
+        slope = jnp.where(columns.allowed, slope, 0)
     return jnp.where(columns.allowed, for_softmax(call, scores), -jnp.inf), slope
 
 
@@ -197,18 +201,42 @@ def _add_keys(call: Call, sums: Array, columns: Columns, weights: Array, rows: A
     return lax.dynamic_update_slice_in_dim(sums, share, at, 2)
 
 
-def _sees_nan(p: Problem) -> Array:
-    """Which queries see a value that is not finite, `[B, Hkv, 1, S, 1]`: more lie before their last key than first."""
-    bad = jnp.cumsum(~jnp.isfinite(p.value).all(-1), -1, dtype=jnp.int32)
-    bad = jnp.pad(bad, [(0, 0), (0, 0), (1, 0)])  # [B, Hkv, 1 + L]
-    return (bad[..., p.stop[0]] > bad[..., p.start[0]])[:, :, None, :, None]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _weighted(call: Call, allowed: Array, weights: Array, value: Array) -> Array:
+    """The sum of values by weights, where a block holds several sequences.
+
+    A value that is not finite makes NaN of the rows that may attend to it, and of no others: 0 times it is not 0.
+    """
+    real = jnp.isfinite(value)
+    sums = _matmul(call, _narrow(weights, value), jnp.where(real, value, 0))
+    seen = (allowed & ~real.all(-1)[:, :, None, None]).any(-1, keepdims=True)
+    return jnp.where(seen, jnp.nan, sums)
 
 
-def _seen_by_nan(p: Problem, d_output: Array) -> Array:
-    """Which keys are seen by a query whose cotangent is not finite, `[B, Hkv, L, 1]`."""
-    bad = (~jnp.isfinite(d_output).all(-1)).any(2).astype(jnp.int32)  # [B, Hkv, S]
-    zeros = jnp.zeros_like(bad, shape=(*bad.shape[:2], p.call.keys + 1))
-    return (jnp.cumsum(zeros.at[..., p.start[0]].add(bad).at[..., p.stop[0]].add(-bad), -1)[..., :-1] > 0)[..., None]
+@_weighted.defjvp
+def _(call: Call, primals: tuple[Array, Array, Array], tangents: tuple[Any, Array, Array]) -> tuple[Array, Array]:
+    # by the same rule, as tangents may be NaN too; nothing transposes it
+    (allowed, weights, value), (_, d_weights, d_value) = primals, tangents
+    moved = _weighted(call, allowed, d_weights, value) + _weighted(call, allowed, weights, d_value)
+    return _weighted(call, *primals), moved
+
+
+def _add_nan(sums: Array, columns: Columns, rows: Array) -> Array:
+    """`sums`, `[B, Hkv, L, .]`, with NaN for keys of this block that rows which are not finite may attend to."""
+    bad = ~jnp.isfinite(rows).all(-1, keepdims=True)  # [B, Hkv, G, Bq, 1]
+    seen = (columns.allowed & bad).any((2, 3))[..., None]
+    kept = lax.dynamic_slice_in_dim(sums, columns.at, seen.shape[2], 2)
+    return lax.dynamic_update_slice_in_dim(sums, jnp.where(seen, jnp.nan, kept), columns.at, 2)
+
+
+def _inside(inputs: Inputs) -> Array | None:
+    """Which queries belong to a sequence, broadcasting to `[B, Hkv, G, S]`; `None` if all do."""
+    if inputs.segment_ids is not None:
+        return (inputs.segment_ids >= 0)[:, None, None]
+    if inputs.cu_seqlens is None:
+        return None
+    end = inputs.cu_seqlens[-1]
+    return jnp.arange(inputs.query.shape[1], dtype=end.dtype) < end
 
 
 def _no_bias(p: Problem, rows: Rows) -> Array | None:

@@ -159,8 +159,10 @@ def _weighted_of_all_heads(call: Call, weights: Array, value: Array) -> Array:
         return _of_own_head(found.reshape(B, N, rows, N, D), -2).reshape(*weights.shape[:-1], D)
 
     def carefully(found: Array) -> Array:
-        seen = (weights != 0).any((2, 3)).swapaxes(1, 2)[..., None]  # [B, L, Hkv, 1]
-        return jnp.where(finite, found, product(jnp.where(seen, value, 0)))
+        real = jnp.isfinite(value)
+        bad = ~real.all(-1).swapaxes(1, 2)[:, :, None, None]  # [B, Hkv, 1, 1, L]
+        own = ((weights != 0) & bad).any(-1, keepdims=True)
+        return jnp.where(finite | own, found, product(jnp.where(real, value, 0)))
 
     value = _halves(value)
     found = product(value)

@@ -13,6 +13,7 @@ from ejkernel.kernels.attention.inputs import Inputs, heads_first
 from ejkernel.kernels.attention.masks import by_group, live
 from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.layout import Layout, layout, seen_keys
+from ejkernel.kernels.attention.xla.segments import Segments, segments
 from ejkernel.xla_utils.utils import cdiv
 
 Carry = TypeVar("Carry")
@@ -27,7 +28,7 @@ class Problem:
     key: Array  # [B, Hkv, L, D]; for few queries [B, L, Hkv, D]
     value: Array  # [B, Hkv, L, Dv]; for few queries [B, L, Hkv, Dv]
     few: bool
-    mixed: bool  # blocks of queries may hold several packed sequences
+    mixed: bool  # blocks of queries may hold several sequences
     mask: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1|L]
     bias: Array | None
     sinks: Array | None  # [1, 1|Hkv, 1|G, 1, sinks]
@@ -36,6 +37,7 @@ class Problem:
     seen: Array | None  # [1|B, 1|Hkv, 1|L, 1]: keys that the mask leaves a query
     start: Array  # [1|B, S]: the first key that position allows each query
     stop: Array  # [1|B, S]: one past the last; the same where there is none
+    segments: Segments | None  # of the keys
     layout: Layout
     key_size: int
     rows: "Rows"  # of every block, stacked
@@ -47,11 +49,12 @@ class Problem:
 
 
 class Rows(NamedTuple):
-    """A block of queries: their tokens, and the first and one past the last key that each sees."""
+    """A block of queries: their tokens, the first and one past the last key that position lets each see, and ids."""
 
     token: Array  # [Bq]
     start: Array  # [1|B, Bq]
     stop: Array  # [1|B, Bq]
+    ids: Array | None  # [B, Bq]
 
     @property
     def real(self) -> Array:
@@ -77,8 +80,8 @@ def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) 
     Packed sequences share blocks of queries, unless they are to be `apart` or queries are few: time does not depend on
     how many there are then, but whoever sums products over tokens must keep NaN of one from others (`finite`).
     """
-    packed = inputs.cu_seqlens is not None
-    mixed = packed and not (few or apart)
+    packed, ids = inputs.cu_seqlens is not None, inputs.segment_ids
+    mixed = not few and (ids is not None or (packed and not apart))
     query = heads_first(call, inputs.query)
     key, value = (x if few else x.swapaxes(1, 2) for x in (inputs.key, inputs.value))
     mask = None if inputs.mask is None else by_group(call, inputs.mask, 1)
@@ -109,9 +112,15 @@ def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) 
         seen,
         start,
         stop,
+        None if inputs.segment_ids_kv is None else segments(inputs.segment_ids_kv, key_size),
         blocks,
         key_size,
-        Rows(blocks.split(token, 0), blocks.split(start, 1), blocks.split(stop, 1)),
+        Rows(
+            blocks.split(token, 0),
+            blocks.split(start, 1),
+            blocks.split(stop, 1),
+            None if ids is None else blocks.split(ids, 1),
+        ),
     )
 
 
@@ -140,9 +149,14 @@ def over_keys(
     p: Problem, rows: Rows, visit: Callable[[Columns, Carry], Carry], carry: Carry, every_block: bool = False
 ) -> Carry:
     """Calls `visit` for each block of keys in sight of `rows`, or for as many as there can be."""
-    keys = p.call.keys
-    first = jnp.where(rows.start < rows.stop, rows.start, keys).min()
-    last = rows.stop.max()
+    keys, real = p.call.keys, rows.start < rows.stop
+    first, last = jnp.where(real, rows.start, keys).min(-1), rows.stop.max(-1)  # [1|B]
+    if p.segments is not None and rows.ids is not None:
+        own_first, own_last = p.segments.around(rows.ids, real)
+        # from a multiple of the block size on: what a sequence gets does not depend on where others begin
+        first = jnp.maximum(first // p.key_size * p.key_size, own_first)
+        last = jnp.minimum(last, own_last)
+    first, last = jnp.where(first < last, first, keys).min(), jnp.where(first < last, last, 0).max()
     mask, bias = (_row_block(each, rows.token) for each in (p.mask, p.bias))
 
     def columns(begin: Array, size: int) -> Columns:
@@ -157,6 +171,8 @@ def over_keys(
             key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in parts)
         here = position[None, None]
         in_sight = (here >= rows.start[..., None]) & (here < rows.stop[..., None]) & new[:, :, :, 0]
+        if p.segments is not None and rows.ids is not None:
+            in_sight &= p.segments.shared(rows.ids, at, size)
         allowed = in_sight[:, None, None]
         if mask is not None:
             allowed &= _column_block(mask, at, size)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ejkernel.kernels import _differentiable, _varying
+from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import alike, heads_first, heads_last
@@ -15,7 +17,12 @@ from ejkernel.kernels.attention.xla import few_queries
 from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
 
 
-def run(
+def run(call: Call, *arrays: Array | None) -> tuple[Array, Array]:
+    """The output `[B, S, H, Dv]` and the weights `[B, H, S, L]`; arrays as `Call` lists them, up to the random key."""
+    return _differentiable.call(OP, call, _varying.align(arrays))
+
+
+def _attend(
     call: Call,
     query: Array,
     key: Array,
@@ -25,7 +32,7 @@ def run(
     sinks: Array | None,
     dropout_key: Array | None,
 ) -> tuple[Array, Array]:
-    """The output `[B, S, H, Dv]` and the weights `[B, H, S, L]`."""
+    """What `run` gives."""
     query = heads_first(call, query)  # [B, Hkv, G, S, D]
     allowed = allowed_pairs(call, mask)
     positions = live_by_position(call) if mask is None or allowed is None else live(allowed)
@@ -135,3 +142,32 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
     d_scores, d_extra = tangents
     mean = (weights * d_scores).sum(-1, keepdims=True) + (extra * d_extra).sum(-1, keepdims=True)
     return (weights, extra), (weights * (d_scores - mean), extra * (d_extra - mean))
+
+
+def _forward(call: Call, arrays: Any) -> tuple[Array, Array]:
+    return _attend(call, *arrays)
+
+
+def _with_pull(call: Call, arrays: Any) -> Any:
+    """Output and weights, and the function that takes their cotangents to those of the arrays that have some."""
+    moving = {i: x for i, x in enumerate(arrays) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)}
+    return jax.vjp(lambda moving: _attend(call, *(moving.get(i, x) for i, x in enumerate(arrays))), moving)
+
+
+def _with_residuals(call: Call, arrays: Any) -> tuple[tuple[Array, Array], list[Array]]:
+    results, pull = _with_pull(call, arrays)
+    return results, jax.tree.leaves(pull)
+
+
+def _backward(call: Call, arrays: Any, residuals: list[Array], cotangents: Any, wanted: Any) -> Any:
+    # only the function's arrays were kept; traced here again it costs nothing
+    results, pull = jax.eval_shape(functools.partial(_with_pull, call), arrays)
+    full = tuple(
+        _varying.like(jnp.zeros(x.shape, x.dtype), arrays[0]) if each is None else each
+        for each, x in zip(cotangents, results, strict=True)
+    )
+    (found,) = jax.tree.unflatten(jax.tree.structure(pull), residuals)(full)
+    return tuple(found.get(i) for i in range(len(arrays)))
+
+
+OP = Op(_forward, _with_residuals, _backward, _forward)

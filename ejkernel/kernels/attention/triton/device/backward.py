@@ -15,14 +15,17 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     in_sight,
     kept,
     load_bias,
+    load_ids,
     load_mask,
     load_rows,
     locate,
+    next_id,
     pair_rows,
     rows_of_pairs,
     sees,
     stretch,
     walked,
+    with_id,
 )
 
 # Columns of a row of `p.terms`: the scores' shift and the weights' mean, each as three numbers that add up to it.
@@ -60,6 +63,17 @@ def load_d_lse(p, o_row, o_token, m_row, CALL: tl.constexpr):
     if CALL.packed:
         m_row = m_row & (o_token < tl.load(p.cu_seqlens + p.N))
     return tl.load(p.d_lse + o_row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def add_product(b_sum, b_ds, b_rows, CALL: tl.constexpr):
+    """`b_sum` and the product of the scores' gradients with keys or queries."""
+    if b_rows.dtype == tl.float16:
+        # its range is small: these gradients may be beyond it where their products are not
+        b_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(b_ds)), 1e-30))))
+        return b_sum + b_scale * tl.dot((b_ds / b_scale).to(tl.float16), b_rows)
+    else:
+        return tl.dot(b_ds.to(b_rows.dtype), b_rows, b_sum, input_precision=CALL.precision)
 
 
 @triton.jit
@@ -116,6 +130,33 @@ def query_gradient(p, CALL: tl.constexpr):
     in which little else is left.
     """
     H: tl.constexpr = CALL.heads
+    BM: tl.constexpr = CALL.rows
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = block_of(i_program, H, CALL.right)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
+    place = (i_b, i_first, q_at, k_at, lowest, highest)
+    if i_first >= n_q:
+        return
+    o_m = tl.arange(0, BM)
+    m_i = i_first + o_m < n_q
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    sight = in_sight(i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right)
+    if CALL.ids:
+        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
+        i_id, n_left = next_id(b_ids, m_i, -2)
+        while n_left > 0:
+            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
+            query_gradient_rows(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
+            i_id, n_left = next_id(b_ids, m_i, i_id)
+    else:
+        query_gradient_rows(p, i_h, place, m_i, sight, 0, CALL)
+
+
+@triton.jit
+def query_gradient_rows(p, i_h, place, m_i, sight, i_id, CALL: tl.constexpr):
+    """The same for those rows of a block that are in `m_i`, which have the id `i_id` if there are ids."""
+    H: tl.constexpr = CALL.heads
     HKV: tl.constexpr = CALL.kv_heads
     D: tl.constexpr = CALL.key_dim
     DV: tl.constexpr = CALL.value_dim
@@ -123,21 +164,13 @@ def query_gradient(p, CALL: tl.constexpr):
     BDV: tl.constexpr = CALL.value_block
     BM: tl.constexpr = CALL.rows
     BN: tl.constexpr = CALL.columns
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = block_of(i_program, H, CALL.right)
-    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
-    if i_first >= n_q:
-        return
+    i_b, i_first, q_at, k_at, lowest, highest = place
+    low, high, start, all_start, all_stop = sight
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_dv = tl.arange(0, BDV)
-    m_i = i_first + o_m < n_q
     o_token = q_at + i_first + o_m
-    i_last = tl.minimum(i_first + BM, n_q) - 1
-    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_k, lowest, highest, BN, CALL.left, CALL.right)
-
     q_row = i_b.to(tl.int64) * p.S + q_at + i_first
     k_row = i_b.to(tl.int64) * p.L + k_at
     p_k = p.key + i_h // (H // HKV) * D
@@ -153,12 +186,14 @@ def query_gradient(p, CALL: tl.constexpr):
     b_flow = tl.zeros([BM], tl.float32)
     o_i = i_first + o_m
     for STAGE in tl.static_range(3):
-        if walked(STAGE, CALL.left, CALL.joined):
+        if walked(STAGE, CALL.left or CALL.ids, CALL.joined):
             i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
             for i_k in range(i_from, i_to, BN):
                 WHOLE: tl.constexpr = STAGE == ALL
                 o_j = i_k + o_n
                 m_j = (o_j >= low) & (o_j < high)
+                if CALL.ids and not WHOLE:
+                    m_j = m_j & (load_ids(p.segment_ids_kv, k_row, o_j, m_j) == i_id)
                 b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, HKV * D, D, BD != D, WHOLE)
                 b_v = load_rows(p_v, k_row + i_k, o_n, m_j, o_dv, HKV * DV, DV, BDV != DV, WHOLE)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
@@ -184,7 +219,7 @@ def query_gradient(p, CALL: tl.constexpr):
                         b_ds = tl.where(m_seen, b_ds, 0.0)
                 if CALL.sinks:
                     b_flow += tl.sum(tl.where(b_p == 0, 0.0, b_p * b_dp), 1)
-                b_dq = tl.dot((b_p * b_ds).to(b_k.dtype), b_k, b_dq, input_precision=CALL.precision)
+                b_dq = add_product(b_dq, b_p * b_ds, b_k, CALL)
     if CALL.sinks:
         if CALL.has_d_lse:
             b_flow -= load_d_lse(p, o_row, o_token, m_i, CALL)
@@ -199,6 +234,36 @@ def key_gradients(p, CALL: tl.constexpr):
 
     Tiles of pairs are [keys, queries] here.
     """
+    HKV: tl.constexpr = CALL.kv_heads
+    BN: tl.constexpr = CALL.columns
+    PARTS: tl.constexpr = CALL.parts
+    i_program = tl.program_id(0)
+    i_part = i_program % PARTS
+    i_kv = i_program // PARTS % HKV
+    i_block = block_of(i_program, PARTS * HKV, False)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BN, True, CALL)
+    place = (i_b, i_first, q_at, k_at, lowest, highest)
+    if i_first >= n_k:
+        return
+    o_n = tl.arange(0, BN)
+    m_j = i_first + o_n < n_k
+    i_last = tl.minimum(i_first + BN, n_k) - 1
+    # the queries that see a key are found as the keys that a query sees, the other way around
+    sight = in_sight(i_first, i_last, n_q, -highest, -lowest, CALL.rows, CALL.right, CALL.left)
+    if CALL.ids:
+        b_ids = load_ids(p.segment_ids_kv, i_b.to(tl.int64) * p.L + i_first, o_n, m_j)
+        i_id, n_left = next_id(b_ids, m_j, -2)
+        while n_left > 0:
+            own = with_id(sight, i_b, i_id, n_q, p, CALL.rows)
+            key_gradient_rows(p, i_part, i_kv, place, m_j & (b_ids == i_id), own, i_id, CALL)
+            i_id, n_left = next_id(b_ids, m_j, i_id)
+    else:
+        key_gradient_rows(p, i_part, i_kv, place, m_j, sight, 0, CALL)
+
+
+@triton.jit
+def key_gradient_rows(p, i_part, i_kv, place, m_j, sight, i_id, CALL: tl.constexpr):
+    """The same for those keys of a block that are in `m_j`, which have the id `i_id` if there are ids."""
     H: tl.constexpr = CALL.heads
     HKV: tl.constexpr = CALL.kv_heads
     D: tl.constexpr = CALL.key_dim
@@ -210,22 +275,13 @@ def key_gradients(p, CALL: tl.constexpr):
     PARTS: tl.constexpr = CALL.parts
     FOLDED: tl.constexpr = CALL.folded
     G: tl.constexpr = H // HKV // PARTS
-    i_program = tl.program_id(0)
-    i_part = i_program % PARTS
-    i_kv = i_program // PARTS % HKV
-    i_block = block_of(i_program, PARTS * HKV, False)
-    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BN, True, CALL)
-    if i_first >= n_k:
-        return
+    i_b, i_first, q_at, k_at, lowest, highest = place
+    low, high, start, all_start, all_stop = sight
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     o_dv = tl.arange(0, BDV)
     o_j = i_first + o_n
-    m_j = o_j < n_k
-    i_last = tl.minimum(i_first + BN, n_k) - 1
-    # the queries that see a key are found as the keys that a query sees, the other way around
-    low, high, start, all_start, all_stop = in_sight(i_first, i_last, n_q, -highest, -lowest, BM, CALL.right, CALL.left)
     q_row = i_b.to(tl.int64) * p.S + q_at
     k_row = i_b.to(tl.int64) * p.L + k_at + i_first
     b_k = load_rows(p.key + i_kv * D, k_row, o_n, m_j, o_d, HKV * D, D, BD != D, False)
@@ -239,12 +295,14 @@ def key_gradients(p, CALL: tl.constexpr):
         i_h = (i_kv * PARTS + i_part) * G + i_g
         stats = (i_b * H + i_h).to(tl.int64) * p.S + q_at
         for STAGE in tl.static_range(3):
-            if walked(STAGE, CALL.right, CALL.joined):
+            if walked(STAGE, CALL.right or CALL.ids, CALL.joined):
                 i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
                 for i_q in range(i_from, i_to, BM):
                     WHOLE: tl.constexpr = STAGE == ALL
                     o_i = i_q + o_m
                     m_i = (o_i >= low) & (o_i < high)
+                    if CALL.ids and not WHOLE:
+                        m_i = m_i & (load_ids(p.segment_ids, q_row, o_i, m_i) == i_id)
                     b_q = load_rows(p.query + i_h * D, q_row + i_q, o_m, m_i, o_d, H * D, D, BD != D, WHOLE)
                     b_do = load_rows(p.d_output + i_h * DV, q_row + i_q, o_m, m_i, o_dv, H * DV, DV, BDV != DV, WHOLE)
                     b_do = b_do.to(b_v.dtype)
@@ -298,7 +356,7 @@ def key_gradients(p, CALL: tl.constexpr):
                     if CALL.of_value:
                         b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=CALL.precision)
                     if CALL.of_key:
-                        b_dk = tl.dot((b_p * b_ds).to(b_q.dtype), b_q, b_dk, input_precision=CALL.precision)
+                        b_dk = add_product(b_dk, b_p * b_ds, b_q, CALL)
     k_row = (i_part.to(tl.int64) * p.B * p.L + k_row) * HKV + i_kv
     if CALL.of_key:
         p_tile = p.d_key + k_row * D + o_n[:, None] * (HKV * D) + o_d[None, :]

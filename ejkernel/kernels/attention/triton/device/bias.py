@@ -10,6 +10,7 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     ROWS,
     kept,
     load_bias,
+    load_ids,
     load_mask,
     load_rows,
     padded,
@@ -68,6 +69,10 @@ def scores_gradient(p, i_b, i_h, i_q, i_k, CALL: tl.constexpr):
     o_row = (i_b * H + i_h).to(tl.int64) * p.S + o_i
     b_top, b_total = load_stats(p, o_row, m_i, True)
     b_mean = tl.load(p.mean + o_row, mask=m_i, other=0.0)
+    if CALL.ids:
+        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S, o_i, m_i)
+        b_ids_kv = load_ids(p.segment_ids_kv, i_b.to(tl.int64) * p.L, o_j, m_j)
+        m_pair &= (b_ids[:, None] == b_ids_kv[None, :]) & (b_ids[:, None] >= 0)
     if CALL.mask:
         o_mask = pair_rows(i_b, i_h, o_i, p, CALL.mask_heads, CALL.mask, CALL)
         m_pair &= load_mask(p, o_mask[:, None], o_j[None, :], CALL)

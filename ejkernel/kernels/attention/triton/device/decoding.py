@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.attention.triton.device.forward import absorb, finish
-from ejkernel.kernels.attention.triton.device.tiles import bounds, in_sight, rows_of_pairs
+from ejkernel.kernels.attention.triton.device.tiles import bounds, in_sight, load_ids, next_id, rows_of_pairs
 
 
 @triton.jit
@@ -47,9 +47,25 @@ def attend_part(p, CALL: tl.constexpr):
     p_k = p.key + i_kv * D
     p_v = p.value + i_kv * DV
     k_row = i_b.to(tl.int64) * p.L
-    b_top, b_total, b_sum = absorb(
-        sums, b_q, p_k, p_v, i_from, i_to, o_token, pairs, k_row, i_b * 0, edges, p, False, False, True, CALL
-    )
+    if CALL.ids:
+        b_top, b_total, b_sum = sums
+        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S, o_token, m_i)
+        i_id, n_left = next_id(b_ids, m_i, -1)
+        while n_left > 0:
+            m_own = b_ids == i_id
+            b_own = tl.where(m_own[:, None], b_q, 0.0)
+            own = absorb(
+                sums, b_own, p_k, p_v, (i_from, i_to), o_token, pairs, k_row, i_b * 0, edges, i_id, p,
+                False, False, True, CALL,
+            )  # fmt: skip
+            b_top = tl.where(m_own, own[0], b_top)
+            b_total = tl.where(m_own, own[1], b_total)
+            b_sum = tl.where(m_own[:, None], own[2], b_sum)
+            i_id, n_left = next_id(b_ids, m_i, i_id)
+    else:
+        b_top, b_total, b_sum = absorb(
+            sums, b_q, p_k, p_v, (i_from, i_to), o_token, pairs, k_row, i_b * 0, edges, 0, p, False, False, True, CALL
+        )
     o_out = o_row * PARTS + i_part
     tl.store(p.sum + o_out[:, None] * DV + o_dv[None, :], b_sum, mask=m_i[:, None] & (o_dv[None, :] < DV))
     tl.store(p.top + o_out, b_top, mask=m_i)

@@ -12,30 +12,35 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     in_sight,
     kept,
     load_bias,
+    load_ids,
     load_mask,
     load_rows,
     locate,
+    next_id,
     rows_of_pairs,
     sees,
     stretch,
     walked,
+    with_id,
 )
 
 
 @triton.jit
 def absorb(
-    sums, b_q, p_k, p_v, i_from, i_to, o_i, pairs, k_row, k_at, edges, p,
+    sums, b_q, p_k, p_v, span, o_i, pairs, k_row, k_at, edges, i_id, p,
     WHOLE: tl.constexpr, JOINED: tl.constexpr, GUARDED: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum of weights and sum of weighted values, with keys `i_from … i_to` added.
+    """The running maximum, sum of weights and sum of weighted values, with the keys of `span`, its two ends, added.
 
     `o_i` are the positions of the rows' queries, `pairs` their `rows_of_pairs`, and `edges` what is in sight of any, of
     each, and of all of the rows. With WHOLE every row sees every one of these keys, with JOINED those that are in sight
-    of all, as far as position goes. GUARDED, values that a mask hides may be NaN.
+    of all, as far as position goes. GUARDED, values that a mask hides may be NaN. If there are ids, only keys that have
+    `i_id` are added.
     """
     D: tl.constexpr = CALL.key_dim
     DV: tl.constexpr = CALL.value_dim
     b_top, b_total, b_sum = sums
+    i_from, i_to = span
     o_mask, o_bias, o_draw = pairs
     low, high, lowest, highest, all_start, all_stop = edges
     FACTOR: tl.constexpr = CALL.scale * LOG2E if CALL.linear else 1.0
@@ -45,6 +50,9 @@ def absorb(
     for i_k in range(i_from, i_to, CALL.columns):
         o_j = i_k + o_n
         m_j = (o_j >= low) & (o_j < high)
+        if CALL.ids and not WHOLE:
+            # others are not even loaded: 0 times NaN is not 0
+            m_j = m_j & (load_ids(p.segment_ids_kv, k_row, o_j, m_j) == i_id)
         b_k = load_rows(p_k, k_row + i_k, o_n, m_j, o_d, CALL.kv_heads * D, D, CALL.key_block != D, WHOLE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
         b_s, _ = bend(b_s, CALL)
@@ -104,27 +112,48 @@ def finish(b_top, b_total, b_sum, p, i_h, CALL: tl.constexpr):
 
 @triton.jit
 def forward(p, CALL: tl.constexpr):
-    """Output, maximum and log-sum of one block of queries of one head. The longest walks begin first."""
+    """Output, maximum and log-sum of one block of queries of one head. The longest walks begin first.
+
+    Queries of several sequences are walked for one after the other, so that none meets what is not its own.
+    """
     H: tl.constexpr = CALL.heads
-    D: tl.constexpr = CALL.key_dim
-    DV: tl.constexpr = CALL.value_dim
-    BDV: tl.constexpr = CALL.value_block
     BM: tl.constexpr = CALL.rows
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_block = block_of(i_program, H, CALL.right)
     i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
+    place = (i_b, i_first, q_at, k_at, lowest, highest)
     if i_first >= n_q:
         return
     o_m = tl.arange(0, BM)
+    m_i = i_first + o_m < n_q
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    sight = in_sight(i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right)
+    if CALL.ids:
+        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
+        i_id, n_left = next_id(b_ids, m_i, -2)
+        while n_left > 0:
+            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
+            forward_rows(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
+            i_id, n_left = next_id(b_ids, m_i, i_id)
+    else:
+        forward_rows(p, i_h, place, m_i, sight, 0, CALL)
+
+
+@triton.jit
+def forward_rows(p, i_h, place, m_i, sight, i_id, CALL: tl.constexpr):
+    """The same for those rows of a block that are in `m_i`, which have the id `i_id` if there are ids."""
+    H: tl.constexpr = CALL.heads
+    D: tl.constexpr = CALL.key_dim
+    DV: tl.constexpr = CALL.value_dim
+    BDV: tl.constexpr = CALL.value_block
+    BM: tl.constexpr = CALL.rows
+    i_b, i_first, q_at, k_at, lowest, highest = place
+    low, high, start, all_start, all_stop = sight
+    o_m = tl.arange(0, BM)
     o_d = tl.arange(0, CALL.key_block)
     o_dv = tl.arange(0, BDV)
-    m_i = i_first + o_m < n_q
     o_token = q_at + i_first + o_m
-    i_last = tl.minimum(i_first + BM, n_q) - 1
-    low, high, start, all_start, all_stop = in_sight(
-        i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right
-    )
 
     q_row = i_b.to(tl.int64) * p.S + q_at + i_first
     k_row = i_b.to(tl.int64) * p.L + k_at
@@ -136,10 +165,10 @@ def forward(p, CALL: tl.constexpr):
     edges = (low, high, lowest, highest, all_start, all_stop)
     sums = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32))
     for STAGE in tl.static_range(3):
-        if walked(STAGE, CALL.left, CALL.joined):
-            i_from, i_to = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
+        if walked(STAGE, CALL.left or CALL.ids, CALL.joined):
+            span = stretch(STAGE, start, all_start, all_stop, high, CALL.joined)
             sums = absorb(
-                sums, b_q, p_k, p_v, i_from, i_to, o_i, pairs, k_row, k_at, edges, p,
+                sums, b_q, p_k, p_v, span, o_i, pairs, k_row, k_at, edges, i_id, p,
                 STAGE == ALL, CALL.joined, False, CALL,
             )  # fmt: skip
     b_out, b_top, b_total = finish(*sums, p, i_h, CALL)

@@ -119,6 +119,56 @@ def in_sight(i_first, i_last, n_others, lowest, highest, STEP: tl.constexpr, LEF
     return low, high, start, all_start, all_stop
 
 
+@triton.jit
+def load_ids(p_ids, i_row, o_r, m_r):
+    """Ids of these tokens of a row, -1 for padding and where there is no token."""
+    return tl.maximum(tl.load(p_ids + i_row + o_r, mask=m_r, other=-1), -1)
+
+
+@triton.jit
+def next_id(b_ids, m_r, i_id):
+    """The next larger id among those of a block's tokens, and how many of them have it or a larger one."""
+    m_left = m_r & (b_ids > i_id)
+    return tl.min(tl.where(m_left, b_ids, (1 << 31) - 1), 0), tl.sum(m_left.to(tl.int32), 0)
+
+
+@triton.jit
+def with_id(sight, i_b, i_id, n_others, p, STEP: tl.constexpr):
+    """What is `in_sight`, as far as it can have this id: blocks of STEP tokens whose ids are not all smaller or larger.
+
+    Of those that all see, only such blocks are left as have this id and no other, if they are next to each other.
+    `p.least` and `p.largest` are the least and the largest id of every block but for padding, `p.whole` says whether
+    all of its tokens have that one id.
+    """
+    low, high, start, all_start, all_stop = sight
+    n_blocks = tl.cdiv(n_others, STEP)
+    i_first = n_blocks * 0 + n_blocks
+    i_last = n_blocks * 0 - 1
+    i_whole = n_blocks * 0 + n_blocks
+    i_whole_last = n_blocks * 0 - 1
+    n_whole = n_blocks * 0
+    o_row = i_b.to(tl.int64) * n_blocks
+    for i_block in range(start // STEP, tl.cdiv(tl.maximum(high, 0), STEP), WAYS):
+        o_block = i_block + tl.arange(0, WAYS)
+        m_block = o_block < n_blocks
+        b_least = tl.load(p.least + o_row + o_block, mask=m_block, other=0)
+        b_largest = tl.load(p.largest + o_row + o_block, mask=m_block, other=-1)
+        m_own = m_block & (b_least <= i_id) & (b_largest >= i_id)
+        m_whole = m_own & (tl.load(p.whole + o_row + o_block, mask=m_block, other=0) != 0)
+        i_first = tl.minimum(i_first, tl.min(tl.where(m_own, o_block, n_blocks), 0))
+        i_last = tl.maximum(i_last, tl.max(tl.where(m_own, o_block, -1), 0))
+        i_whole = tl.minimum(i_whole, tl.min(tl.where(m_whole, o_block, n_blocks), 0))
+        i_whole_last = tl.maximum(i_whole_last, tl.max(tl.where(m_whole, o_block, -1), 0))
+        n_whole += tl.sum(m_whole.to(tl.int32), 0)
+    is_run = (n_whole > 0) & (n_whole == i_whole_last - i_whole + 1)
+    low = tl.maximum(low, i_first * STEP)
+    high = tl.minimum(high, (i_last + 1) * STEP)
+    start = tl.maximum(start, i_first * STEP)
+    all_start = tl.maximum(all_start, tl.where(is_run, i_whole, i_first) * STEP)
+    all_stop = tl.maximum(tl.minimum(all_stop, tl.where(is_run, i_whole_last + 1, i_first) * STEP), all_start)
+    return low, high, start, all_start, all_stop
+
+
 @triton.constexpr_function
 def walked(stage, first_edge, joined):
     """Whether a stage of the walk is there at all; joined ones are all in the last."""
@@ -196,7 +246,10 @@ def rows_of_pairs(i_b, i_h, o_token, p, CALL: tl.constexpr):
     if CALL.bias:
         o_bias = pair_rows(i_b, i_h, o_token, p, CALL.bias_heads, CALL.bias, CALL)
     if CALL.least:
-        o_draw = ((i_b * CALL.heads + i_h).to(tl.int64) * p.S + o_token).to(tl.uint32)
+        i_head = (i_b * CALL.heads + i_h).to(tl.int64)
+        if CALL.placed:
+            i_head = tl.load(p.words + 2).to(tl.int64) + i_b * tl.load(p.words + 3).to(tl.int64) + i_h
+        o_draw = (i_head * p.S + o_token).to(tl.uint32)
     return o_mask, o_bias, o_draw
 
 
