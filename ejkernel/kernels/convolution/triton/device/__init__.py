@@ -1,0 +1,1 @@
+"""Device code of the short convolution; imported when it is launched."""

@@ -1,0 +1,120 @@
+"""Calls of the short convolution, against which every implementation is checked."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+import ejkernel
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; `lengths` packs, with so much `padding` behind, and `ids` says whose each token of a row is."""
+
+    name: str
+    batch: int = 2
+    tokens: int = 11
+    channels: int = 5
+    taps: int = 4
+    lengths: tuple[int, ...] | None = None
+    padding: int = 0
+    unbatched: bool = False
+    ids: tuple[tuple[int, ...], ...] | None = None
+    state: bool = True
+    bias: bool = True
+    activation: str | None = "silu"
+
+    def __str__(self):
+        return self.name
+
+    def arrays(self, dtype, seed=0):
+        """Arguments by name, cotangents among them; what is an integer stays one."""
+        random = np.random.default_rng(seed)
+        shape = (self.batch, self.tokens, self.channels)
+        states, whole = self.batch, {}
+        if self.lengths is not None:
+            tokens, states = sum(self.lengths) + self.padding, len(self.lengths)
+            shape = (tokens, self.channels) if self.unbatched else (1, tokens, self.channels)
+            whole["cu_seqlens"] = np.cumsum([0, *self.lengths]).astype(np.int32)
+        if self.ids is not None:
+            shape = (len(self.ids), len(self.ids[0]), self.channels)
+            states, whole["segment_ids"] = len(self.ids), np.array(self.ids, np.int32)
+        state = (states, self.taps - 1, self.channels)
+        drawn = {"x": shape, "weight": (self.taps, self.channels), "d_output": shape, "d_final_state": state}
+        drawn |= {"bias": (self.channels,)} if self.bias else {}
+        drawn |= {"initial_state": state} if self.state else {}
+        # as exact as the dtype is, so that the oracle starts from the same numbers
+        return {name: np.asarray(jnp.asarray(random.normal(size=each), dtype)) for name, each in drawn.items()} | whole
+
+
+RAGGED = (5, 0, 1, 2, 3, 9, 0)
+ROWS_OF_SEVERAL = (
+    (0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2),
+    (7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7),
+    (-1, -1, 3, 3, -1, 3, 3, 3, 3, -2, -1),
+    (-1, -5, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+    (-1, -1, -1, -1, -1, -1, -1, -1, -1, 4, 4),
+    (2, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+    (5, 4, 5, 4, 5, 4, 5, 4, 5, 5, 4),
+)
+CASES = (
+    Case("plain"),
+    Case("bare", state=False, bias=False, activation=None),
+    Case("shorter than the history", tokens=2),
+    Case("one token", tokens=1),
+    Case("one tap", taps=1),
+    Case("two taps, no bias", taps=2, bias=False),
+    Case("many taps", taps=9, tokens=7),
+    Case("packed", lengths=RAGGED, padding=3),
+    Case("packed, no states", lengths=RAGGED, padding=3, state=False),
+    Case("packed, unbatched", lengths=(4, 4), unbatched=True, bias=False),
+    Case("packed, one tap", lengths=(3, 0, 2), taps=1, padding=1),
+    Case("packed, few tokens", lengths=(1, 0), taps=6),
+    Case("segments", ids=ROWS_OF_SEVERAL),
+    Case("segments, no states", ids=ROWS_OF_SEVERAL, state=False, activation=None),
+    Case("segments, many taps", ids=tuple(row[:5] for row in ROWS_OF_SEVERAL), taps=8),
+    Case("segments, one tap", ids=ROWS_OF_SEVERAL[:3], taps=1),
+)
+DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
+
+
+def results_and_gradients(case, arrays, platform=None, front=ejkernel.causal_conv1d):
+    """Output, final state and gradients by name, from the cotangents among the arrays."""
+    moved = {name: arrays[name] for name in DIFFERENTIABLE if name in arrays}
+    places = {name: arrays[name] for name in ("cu_seqlens", "segment_ids") if name in arrays}
+    options = {} if platform is None else {"platform": platform}
+
+    @jax.jit
+    def run(moved, places, cotangents):
+        results, pull = jax.vjp(lambda moved: front(**moved, **places, activation=case.activation, **options), moved)
+        return {"output": results[0], "final_state": results[1], **pull(cotangents)[0]}
+
+    return run(moved, places, (arrays["d_output"], arrays["d_final_state"]))
+
+
+def check(case, dtype=np.float32, tolerance=1e-5, **options):
+    """Every result of a call beside the oracle's, relative to the largest."""
+    arrays = case.arrays(dtype)
+    found = results_and_gradients(case, arrays, **options)
+    output, final, gradients = oracle.causal_conv1d(activation=case.activation, **arrays)
+    expected = {"output": output, "final_state": final, **gradients}
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        assert found[name].dtype == arrays["d_output"].dtype, name
+        assert found[name].shape == right.shape, name
+        scale = max(np.abs(right).max(initial=0), 1)
+        np.testing.assert_allclose(
+            np.asarray(found[name], np.float64), right, rtol=0, atol=tolerance * scale, err_msg=name
+        )
+    if "final_state" in found and dtype == np.float32:
+        np.testing.assert_array_equal(found["final_state"], final.astype(np.float32))
+
+
+def spoilt(x, where, number):
+    """A copy with this number there."""
+    x = np.array(x)
+    x[where] = number
+    return x
