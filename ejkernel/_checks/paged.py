@@ -1,0 +1,134 @@
+"""What attention over pages takes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._checks.arrays import array, floating, grouped_heads
+from ejkernel._checks.packing import cu_seqlens
+from ejkernel._checks.values import known_size, positive_int
+from ejkernel._checks.wording import Dims, fail, is_concrete
+
+
+class PagedCache(NamedTuple):
+    """Keys and values of many sequences in pages of a fixed number of tokens, for `paged_attention`; a pytree.
+
+    Attributes:
+        key: `[P, page, Hkv, D]`, in bfloat16, float16 or float32.
+        value: `[P, page, Hkv, Dv]`; `None` where values are the first dims of keys, as in MLA's latent caches.
+    """
+
+    key: jax.Array
+    value: jax.Array | None
+
+
+class PagedAttention(NamedTuple):
+    """The arrays of `paged_attention`, checked, integers as int32, and what follows from their shapes."""
+
+    query: jax.Array
+    key: jax.Array | None
+    value: jax.Array | None
+    pages: PagedCache
+    table: jax.Array
+    lengths: jax.Array
+    cu_seqlens: jax.Array
+    dims: Dims
+
+
+def paged_attention(
+    query: Any, key: Any, value: Any, pages: Any, table: Any, lengths: Any, borders: Any, value_dim: Any
+) -> PagedAttention:
+    """The arguments of `paged_attention`; `borders` is its `cu_seqlens`."""
+    dims = Dims()
+    query = floating("query", query)
+    dims.match("query", query, "T H D")
+    for letter, what in (("T", "tokens"), ("H", "heads"), ("D", "dims")):
+        known_size("query", dims[letter], what)
+    pages = _pages(dims, pages, value_dim)
+    grouped_heads(dims["H"], dims["Hkv"])
+    latent = pages.value is None
+    if latent and value is not None:
+        fail("value", "an array", "None, as the pages' values are the first dims of their keys")
+    if key is None and value is not None:
+        fail("key", None, "an array beside value, or None for both, which only reads")
+    if key is not None:
+        if value is None and not latent:
+            fail("value", None, "an array beside key, or None for both, which only reads")
+        key = floating("key", key)
+        dims.match("key", key, "T Hkv D")
+        if not latent:
+            value = floating("value", value)
+            dims.match("value", value, "T Hkv Dv")
+    checked_borders = cu_seqlens(borders, dims["T"])
+    dims.bind("N", known_size("cu_seqlens", checked_borders.shape[0] - 1, "sequences"), "cu_seqlens")
+    checked_table, checked_lengths = integers("table", table), integers("lengths", lengths)
+    dims.match("table", checked_table, "N M")
+    dims.match("lengths", checked_lengths, "N")
+    _values(dims, table, lengths, borders, key is not None)
+    return PagedAttention(
+        query, key, value, pages, checked_table, checked_lengths, checked_borders.astype(jnp.int32), dims
+    )
+
+
+def _pages(dims: Dims, pages: Any, value_dim: Any) -> PagedCache:
+    """`pages`, whose sizes `dims` learns; with `value_dim` they have no values of their own."""
+    if not isinstance(pages, PagedCache):
+        raise TypeError(f"pages: got {type(pages).__name__}; expected an ejkernel.PagedCache")
+    key = floating("pages.key", pages.key)
+    dims.match("pages.key", key, "P page Hkv D")
+    for letter, what in (("P", "pages"), ("page", "tokens a page"), ("Hkv", "heads")):
+        known_size("pages.key", dims[letter], what)
+    if dims["page"] < 1:
+        fail("pages.key", "pages of 0 tokens", "pages of at least 1")
+    if pages.value is None:
+        if value_dim is None:
+            fail("value_dim", None, "how many of a key's first dims are its value, as the pages have no values")
+        if positive_int("value_dim", value_dim) > dims["D"]:
+            fail("value_dim", value_dim, f"at most the {dims['D']} dims of a key")
+        dims.bind("Dv", int(value_dim), "value_dim")
+        return PagedCache(key, None)
+    if value_dim is not None:
+        fail("value_dim", value_dim, "None, as the pages have values of their own")
+    value = floating("pages.value", pages.value)
+    dims.match("pages.value", value, "P page Hkv Dv")
+    return PagedCache(key, value)
+
+
+def integers(argument: str, x: Any) -> jax.Array:
+    """`x`, an array of any integers, as int32; those beyond as far as that goes."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        x = np.clip(x, *_int32(x.dtype)).astype(np.int32)  # as long as it has all its bits
+    x = array(argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
+    return x if x.dtype == jnp.int32 else jnp.clip(x, *_int32(x.dtype)).astype(jnp.int32)
+
+
+def _int32(dtype: Any) -> tuple[int, int]:
+    limits = np.iinfo(dtype)
+    return max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)
+
+
+def _values(dims: Dims, table: Any, lengths: Any, borders: Any, writes: bool) -> None:
+    """What can be said of tables and lengths whose values are known."""
+    pages, page, places = dims["P"], dims["page"], dims["M"]
+    if is_concrete(table):
+        known = np.asarray(table)
+        wrong = known[(known < -1) | (known >= pages)]
+        if wrong.size:
+            fail("table", f"page {wrong[0]}", f"pages from 0 to {pages - 1}, or -1 for none")
+    if is_concrete(lengths):
+        known = np.asarray(lengths)
+        wrong = known[(known < 0) | (known > places * page)]
+        if wrong.size:
+            fail("lengths", wrong[0], f"0 to {places * page}, the tokens of {places} pages of {page}")
+    every_border = borders if isinstance(borders, list | tuple) else [borders]
+    if writes and all(map(is_concrete, (table, lengths, *every_border))):
+        before, new = np.asarray(lengths).astype(np.int64), np.diff(np.asarray(borders).astype(np.int64))
+        place = np.arange(places)
+        written = (place >= (before // page)[:, None]) & (place * page < (before + new)[:, None]) & (new > 0)[:, None]
+        names, counts = np.unique(np.asarray(table)[written & (np.asarray(table) >= 0)], return_counts=True)
+        if (counts > 1).any():
+            fail("table", f"page {names[counts > 1][0]} for new tokens in two places", "pages that only one writes")

@@ -1,0 +1,1 @@
+"""Device code: imported when it is launched."""

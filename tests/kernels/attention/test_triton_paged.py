@@ -1,0 +1,90 @@
+"""The Triton kernels of attention over pages, interpreted on the CPU, against the oracle."""
+
+import functools
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_paged_attention import CASES, Case, arrays, options_of, wanted
+
+from ejkernel._dispatch import Implementation
+from ejkernel.kernels import _launch
+from ejkernel.kernels._launch import Tile
+from ejkernel.kernels.attention.paged import triton
+from ejkernel.paged_attention import paged_attention
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
+if _launch.capability() is not None:
+    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
+
+from triton_interpreter import interpreted
+
+# the smallest tiles that dots take, and few keys a range: each by a program of its own, or all by one
+APART = triton.Plan(Tile(16, 16), keys=64)
+TOGETHER = replace(APART, largest_sums=0)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """A function that has `paged_attention` served by these kernels, by a plan, for any device."""
+
+    def by(plan):
+        run = functools.partial(triton.run, plan=plan)
+        here = (Implementation("triton", None, triton.supports, run),)
+        monkeypatch.setattr(sys.modules["ejkernel.paged_attention"], "PAGED_ATTENTION", here)
+
+    with interpreted():
+        yield by
+
+
+NAMES = ["odd pages", "one token each", "window", "window, cap, sinks", "latent", "large dims", "bfloat16"]
+
+
+@pytest.mark.parametrize("plan", [APART, TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers(serve, name, plan):
+    serve(plan)
+    case = CASES[name]
+    options, given = options_of(case), arrays(case)
+    output, _ = paged_attention(*given, **options)
+    exact, T = wanted(case, options, *given), len(given[0]) - case.padding
+    np.testing.assert_allclose(np.asarray(output, float)[:T], exact[:T], rtol=0, atol=3e-2 if "16" in name else 1e-5)
+    assert not np.asarray(output, float)[T:].any()
+
+
+def test_missing_pages_and_later_nan(serve):
+    serve(TOGETHER)
+    case = Case((0, 40, 3), (4, 2, 70), page=16, padding=2)
+    query, key, value, pages, table, lengths, borders = arrays(case)
+    output, _ = paged_attention(query, key, value, pages, table, lengths, borders)
+    value[40] = np.nan
+    table[1, 0] = table[2, 4] = -1
+    found, _ = jax.jit(paged_attention)(query, key, value, pages, table, lengths, borders)
+    np.testing.assert_array_equal(found[:4], output[:4])
+    assert np.isnan(found[4:6]).all()
+    np.testing.assert_array_equal(found[6:40], output[6:40])
+    assert np.isnan(found[40:76]).all() and not np.asarray(found)[76:].any()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_bits_do_not_depend_on_the_call(serve, window):
+    """A prompt whole, and in two pieces beside another; with ranges in programs of their own and in one."""
+    query, key, value, pages, table, lengths, borders = arrays(Case((0,), (140,), page=32, heads=(2, 1)))
+    options = {"sliding_window": window}
+    serve(APART)
+    whole, _ = paged_attention(query, key, value, pages, table, lengths, borders, **options)
+    serve(TOGETHER)
+    same, _ = paged_attention(query, key, value, pages, table, lengths, borders, **options)
+    np.testing.assert_array_equal(same, whole)
+    first, cache = paged_attention(
+        query[:128], key[:128], value[:128], pages, table, lengths, np.array([0, 128]), **options
+    )
+    serve(APART)
+    other = np.full((1, table.shape[1]), -1)
+    more = [np.concatenate([x[:3], x[128:]]) for x in (query, key, value)]
+    second, _ = paged_attention(
+        *more, cache, np.concatenate([other, table]), np.array([0, 128]), np.array([0, 3, 15]), **options
+    )
+    np.testing.assert_array_equal(np.concatenate([first, second[3:]]), whole)
