@@ -26,7 +26,9 @@ class Published:
         """Numbers for all of them, none where another would do as well."""
         random = np.random.default_rng(seed)
         return {
-            name: (random.standard_normal(shape) * 0.4 + name.endswith("norm.weight")).astype(np.float32)
+            name: (random.standard_normal(shape) * 0.4 + name.endswith(("norm.weight", "layernorm.weight"))).astype(
+                np.float32
+            )
             for name, shape in self.shapes.items()
         }
 
@@ -128,7 +130,8 @@ def mamba2(w, x):
     step = np.clip(softplus(step + w["dt_bias"]), 0.3, 1.2)[..., None]
     output = remembered(query, key, value * step, -np.exp(w["A_log"])[:, None] * step, 1.0)
     output = (output + w["D"][:, None] * value).reshape(len(x), -1)
-    return rms(output * silu(gate), w["norm.weight"], 1e-5) @ w["out_proj.weight"].T + w["out_proj.bias"]
+    output = rms(heads(output * silu(gate), 2), w["norm.weight"].reshape(2, -1), 1e-5).reshape(len(x), -1)
+    return output @ w["out_proj.weight"].T + w["out_proj.bias"]
 
 
 def qwen3_next(w, x):
@@ -167,6 +170,204 @@ def softmax(w, x):
     output = np.einsum("hsl,lhd->shd", weights, shared(heads(value, 2), 4)) * sigmoid(gate)
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
 
+
+def kimi_bounded(w, x):
+    """More value heads than keys, a bounded decay of full rank, beta to 2, another value dim."""
+    query, key, value = (convolved(x @ w[f"{n}_proj.weight"].T, w[f"{n}_conv1d.weight"]) for n in "qkv")
+    query, key = (shared(unit(heads(each, 2)), 4) for each in (query, key))
+    rate = np.exp(w["A_log"]).reshape(4, 1)
+    decay = -5 * sigmoid(rate * heads(x @ w["f_proj.weight"].T + w["dt_bias"], 4))
+    output = remembered(query, key, heads(value, 4), decay, 4**-0.5, 2 * sigmoid(x @ w["b_proj.weight"].T))
+    output = rms(output, w["o_norm.weight"], 1e-5) * sigmoid(heads(x @ w["g_proj.weight"].T, 4))
+    return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+def olmo_hybrid(w, x):
+    mixed = np.concatenate([x @ w[f"{n}_proj.weight"].T for n in "qkv"], -1)
+    query, key, value = np.split(convolved(mixed, w["conv1d.weight"]), [8, 16], -1)
+    decay = -np.exp(w["A_log"]) * softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+    query, key = (shared(unit(heads(each, 2)), 4) for each in (query, key))
+    beta = 2 * sigmoid(x @ w["b_proj.weight"].T)
+    output = remembered(query, key, heads(value, 4), decay[..., None], 4**-0.5, beta)
+    output = rms(output, w["o_norm.weight"], 1e-6) * silu(heads(x @ w["g_proj.weight"].T, 4))
+    return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+MULTIPLIERS = (0.5, 1.5, 0.8, 1.2, 0.9)
+
+
+def falcon_h1(w, x, normed=True):
+    parts = np.split(x @ w["in_proj.weight"].T, [24, 48, 56, 64], -1)
+    gate, *mixed, step = (factor * part for factor, part in zip(MULTIPLIERS, parts, strict=True))
+    value, key, query = np.split(convolved(np.concatenate(mixed, -1), w["conv1d.weight"]), [24, 32], -1)
+    value, query, key = heads(value, 4), shared(heads(query, 2), 4), shared(heads(key, 2), 4)
+    step = softplus(step + w["dt_bias"])[..., None]
+    output = remembered(query, key, value * step, -np.exp(w["A_log"])[:, None] * step, 1.0)
+    output = (output + w["D"][:, None] * value).reshape(len(x), -1)
+    if normed:
+        output = rms(heads(output, 2), w["norm.weight"].reshape(2, -1), 1e-5).reshape(len(x), -1)
+    return (output * silu(gate)) @ w["out_proj.weight"].T
+
+
+def falcon_h1_without_norm(w, x):
+    return falcon_h1(w, x, normed=False)
+
+
+def attended(query, key, value, scale):
+    scores = np.einsum("shd,lhd->hsl", query, key) * scale
+    weights = np.where(np.tri(len(query), dtype=bool), np.exp(scores), 0)
+    return np.einsum("hsl,lhd->shd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def gemma4(w, x):
+    """Full attention: values are keys, normalised without a scale; half of the pairs turn, as if all did."""
+    projected = heads(x @ w["k_proj.weight"].T, 1)
+    query = rms(heads(x @ w["q_proj.weight"].T, 2), w["q_norm.weight"], 1e-6)
+    key = rms(projected, w["k_norm.weight"], 1e-6)
+    turns = np.exp(1j * np.outer(np.arange(len(x)), [1, 10000.0**-0.25, 0, 0]))[:, None]
+
+    def turned(x):
+        found = (x[..., :4] + 1j * x[..., 4:]) * turns
+        return np.concatenate([found.real, found.imag], -1)
+
+    output = attended(turned(query), shared(turned(key), 2), shared(rms(projected, 1, 1e-6), 2), 1.0)
+    return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+def deepseek(w, x):
+    """Pairs that turn together are neighbours; queries by two projections, biases."""
+    down = rms(x @ w["q_a_proj.weight"].T + w["q_a_proj.bias"], w["q_a_layernorm.weight"], 1e-6)
+    query = heads(down @ w["q_b_proj.weight"].T, 2)
+    both = x @ w["kv_a_proj_with_mqa.weight"].T + w["kv_a_proj_with_mqa.bias"]
+    latent, key = rms(both[:, :5], w["kv_a_layernorm.weight"], 1e-6), both[:, None, 5:]
+    own, value = np.split(heads(latent @ w["kv_b_proj.weight"].T, 2), [3], -1)
+    turns = np.exp(1j * np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(2) / 2)))[:, None]
+
+    def turned(x):
+        return (x[..., ::2] + 1j * x[..., 1::2]) * turns
+
+    def real(x):
+        return np.concatenate([x.real, x.imag], -1)
+
+    query = np.concatenate([query[..., :3], real(turned(query[..., 3:]))], -1)
+    key = np.concatenate([own, shared(real(turned(key)), 2)], -1)
+    output = attended(query, key, value, 7**-0.5)
+    return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
+
+
+def kimi_latent(w, x):
+    """Nothing turns; one projection of queries; the output gated by dim, or by head as in Ling."""
+    query = heads(x @ w["q_proj.weight"].T, 2)
+    both = x @ w["kv_a_proj_with_mqa.weight"].T
+    latent, key = rms(both[:, :5], w["kv_a_layernorm.weight"], 1e-6), both[:, None, 5:]
+    own, value = np.split(heads(latent @ w["kv_b_proj.weight"].T, 2), [3], -1)
+    output = attended(query, np.concatenate([own, shared(key, 2)], -1), value, 7**-0.5)
+    output = output * sigmoid(heads(x @ w["g_proj.weight"].T, 2))
+    return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+_LATENT = {"heads": 2, "latent_dim": 5, "key_dim": 3, "rotary_dim": 4, "value_dim": 6}
+_FALCON = {
+    "in_proj.weight": (68, 16),
+    "conv1d.weight": (40, 1, 4),
+    "A_log": (4,),
+    "D": (4,),
+    "dt_bias": (4,),
+    "out_proj.weight": (16, 24),
+}
+_FALCON_OPTIONS = {
+    **{"heads": 4, "head_dim": 6, "state_dim": 4, "groups": 2, "convolution_bias": False},
+    **{"norm_before_gate": True, "multipliers": MULTIPLIERS},
+}
+_KIMI_LATENT = {
+    "q_proj.weight": (14, 16),
+    "kv_a_proj_with_mqa.weight": (9, 16),
+    "kv_a_layernorm.weight": (5,),
+    "kv_b_proj.weight": (18, 5),
+    "o_proj.weight": (16, 12),
+}
+
+VARIANTS = {
+    "kda, bounded": Published(
+        layers.KimiDeltaAttention,
+        "from_transformers",
+        {
+            **{"heads": 2, "head_dim": 4, "value_heads": 4, "value_dim": 6, "lower_bound": -5.0},
+            **{"negative_eigenvalues": True, "low_rank_decay": False, "low_rank_output_gate": False},
+        },
+        {
+            **{f"{n}_proj.weight": (8, 16) for n in "qk"},
+            **{f"{n}_conv1d.weight": (8, 1, 4) for n in "qk"},
+            "v_proj.weight": (24, 16),
+            "v_conv1d.weight": (24, 1, 4),
+            "f_proj.weight": (16, 16),
+            "g_proj.weight": (24, 16),
+            "b_proj.weight": (4, 16),
+            "A_log": (1, 1, 4, 1),
+            "dt_bias": (16,),
+            "o_norm.weight": (6,),
+            "o_proj.weight": (16, 24),
+        },
+        kimi_bounded,
+        "query",
+    ),
+    "gdn of Olmo-Hybrid": Published(
+        layers.GatedDeltaNet,
+        "from_transformers",
+        {"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 6, "negative_eigenvalues": True},
+        {
+            **{f"{n}_proj.weight": (8, 16) for n in "qk"},
+            **{f"{n}_proj.weight": (24, 16) for n in "vg"},
+            **{f"{n}_proj.weight": (4, 16) for n in "ab"},
+            "conv1d.weight": (40, 1, 4),
+            "A_log": (4,),
+            "dt_bias": (4,),
+            "o_norm.weight": (6,),
+            "o_proj.weight": (16, 24),
+        },
+        olmo_hybrid,
+        "query_key_value_gate",
+    ),
+    "mamba of Falcon-H1": Published(
+        layers.Mamba2, "from_transformers", _FALCON_OPTIONS, _FALCON | {"norm.weight": (24,)}, falcon_h1, "into"
+    ),
+    "mamba of Falcon-H1 without a norm": Published(
+        layers.Mamba2, "from_transformers", _FALCON_OPTIONS | {"norm": False}, _FALCON, falcon_h1_without_norm, "into"
+    ),
+    "softmax of Gemma 4": Published(
+        layers.MultiHeadAttention,
+        "from_transformers",
+        {
+            **{"heads": 2, "kv_heads": 1, "head_dim": 8, "norm": True, "value_norm": True, "values_are_keys": True},
+            **{"softmax_scale": 1.0, "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+        },
+        {
+            "q_proj.weight": (16, 16),
+            "k_proj.weight": (8, 16),
+            "o_proj.weight": (16, 16),
+            "q_norm.weight": (8,),
+            "k_norm.weight": (8,),
+        },
+        gemma4,
+        "query",
+    ),
+    "latent of Kimi-K3": Published(
+        layers.MultiHeadLatentAttention,
+        "from_transformers",
+        {**_LATENT, "rope_theta": None, "output_gate": "dim", "interleaved": False},
+        _KIMI_LATENT | {"g_proj.weight": (12, 16)},
+        kimi_latent,
+        "query",
+    ),
+    "latent, gated by head": Published(
+        layers.MultiHeadLatentAttention,
+        "from_transformers",
+        {**_LATENT, "rope_theta": None, "output_gate": "head", "interleaved": False},
+        _KIMI_LATENT | {"g_proj.weight": (2, 16)},
+        kimi_latent,
+        "query",
+    ),
+}
 
 PUBLISHED = {
     "gla": Published(
@@ -299,6 +500,25 @@ PUBLISHED = {
             "sinks": (4,),
         },
         softmax,
+        "query",
+    ),
+    "latent": Published(
+        layers.MultiHeadLatentAttention,
+        "from_transformers",
+        {**_LATENT, "query_rank": 7, "bias": True},
+        {
+            "q_a_proj.weight": (7, 16),
+            "q_a_proj.bias": (7,),
+            "q_a_layernorm.weight": (7,),
+            "q_b_proj.weight": (14, 7),
+            "kv_a_proj_with_mqa.weight": (9, 16),
+            "kv_a_proj_with_mqa.bias": (9,),
+            "kv_a_layernorm.weight": (5,),
+            "kv_b_proj.weight": (18, 5),
+            "o_proj.weight": (16, 12),
+            "o_proj.bias": (16,),
+        },
+        deepseek,
         "query",
     ),
 }

@@ -6,6 +6,7 @@ from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._parameters import ParamInit, group_count, head_width, split_heads, wide
 from ejkernel.layers._recurrent import RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._tokens import Sequences
 
 
 class GatedOutputLayer(RecurrentLayer):
@@ -36,12 +37,12 @@ class GatedOutputLayer(RecurrentLayer):
         self.out = init.row_parallel(value_width, width)
 
     def _projected(
-        self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None
+        self, x: jax.Array, state: RecurrentState, sequences: Sequences
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries, keys and values by heads, and the convolution's last tokens."""
         parts, recent = [self.query(x), self.key(x), self.value(x)], None
         if self.convolution is not None:
-            parts, recent = self.convolution(parts, state.recent, cu_seqlens)
+            parts, recent = self.convolution(parts, state.recent, sequences)
         query, key, value = map(split_heads, parts, (self.heads, self.kv_heads, self.kv_heads))
         return query, key, value, recent
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
@@ -13,6 +14,7 @@ from ejkernel._normalization import normalized
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 MODEL_AXIS = "model"
+PROJECTED = "ejkernel_projected"
 
 
 class ParamInit:
@@ -33,15 +35,15 @@ class ParamInit:
         """Out of heads: `[…, features]` to `[…, width]`, summed over `MODEL_AXIS`."""
         return self._linear(features, width, (MODEL_AXIS, None), bias)
 
-    def replicated(self, width: int, features: int) -> nnx.Linear:
+    def replicated(self, width: int, features: int, *, bias: bool = False) -> nnx.Linear:
         """`[…, width]` to `[…, features]`, few enough to have on every device."""
-        return self._linear(width, features, (None, None), False)
+        return self._linear(width, features, (None, None), bias)
 
     def _linear(self, rows: int, columns: int, partition: tuple[str | None, ...], bias: bool) -> nnx.Linear:
         # annotations only: placing parameters as they are made would demand a mesh of those who have none
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), partition, eager_sharding=False)
         zeros = nnx.with_partitioning(nnx.initializers.zeros_init(), partition[1:], eager_sharding=False)
-        return nnx.Linear(
+        return Projection(
             rows,
             columns,
             use_bias=bias,
@@ -63,6 +65,13 @@ class ParamInit:
         return RMSNorm(dims, epsilon, self.param_dtype)
 
 
+class Projection(nnx.Linear):
+    """A linear map, whose output policies of `jax.checkpoint` know by the name `PROJECTED`."""
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        return checkpoint_name(super().__call__(inputs, out_sharding), PROJECTED)
+
+
 def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
     """All of `arrays` in `dtype`, or in the first one's: Flax's default would make a bfloat16 input float32."""
     dtype = arrays[0].dtype if dtype is None else dtype
@@ -70,16 +79,22 @@ def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = 
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x²) + epsilon) * scale` over the last axis, in at least float32."""
+    """`x / sqrt(mean(x²) + epsilon) * scale` over the last axis, in at least float32; over `groups` of it apart."""
 
     def __init__(self, dims: int, epsilon: float, param_dtype: DTypeLike) -> None:
         self.epsilon = _checks.positive("epsilon", epsilon)
         self.scale = nnx.Param(jnp.ones(dims, param_dtype))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        dims = x.shape[-1]
-        x = normalized(wide(x), dims * self.epsilon) * np.sqrt(dims).astype(wide_dtype(x.dtype))
+    def __call__(self, x: jax.Array, groups: int = 1) -> jax.Array:
+        x = unit_mean_square(x if groups == 1 else split_heads(x, groups), self.epsilon)
+        x = x if groups == 1 else merge_heads(x)
         return x * matching(self.scale[...], x)
+
+
+def unit_mean_square(x: jax.Array, epsilon: float) -> jax.Array:
+    """`x / sqrt(mean(x²) + epsilon)` over the last axis, in at least float32: a norm without a scale."""
+    dims = x.shape[-1]
+    return normalized(wide(x), dims * epsilon) * np.sqrt(dims).astype(wide_dtype(x.dtype))
 
 
 def wide(x: jax.Array) -> jax.Array:

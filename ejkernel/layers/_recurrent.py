@@ -6,8 +6,9 @@ import jax
 from flax import nnx
 
 from ejkernel import _checks
+from ejkernel.layers._models import Published
 from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads
-from ejkernel.layers._tokens import layer_input, without_padding
+from ejkernel.layers._tokens import Sequences, layer_input, without_padding
 
 
 class RecurrentState(NamedTuple):
@@ -29,7 +30,7 @@ Mixed = tuple[jax.Array, RecurrentState]
 START = RecurrentState(None)  # type: ignore[arg-type]
 
 
-class RecurrentLayer(nnx.Module):
+class RecurrentLayer(Published):
     """A layer with a memory: subclasses make the parameters, `out` among them, and compute with them in `_mix`."""
 
     convolution: Any = None  # or a `ShortConvolution`
@@ -40,7 +41,12 @@ class RecurrentLayer(nnx.Module):
         self.width, self.memory_shape, self.dtype = _checks.positive_int("width", width), memory_shape, init.dtype
 
     def __call__(
-        self, x: jax.Array, state: RecurrentState | None = None, cu_seqlens: _checks.Borders | None = None
+        self,
+        x: jax.Array,
+        state: RecurrentState | None = None,
+        cu_seqlens: _checks.Borders | None = None,
+        *,
+        segment_ids: _checks.AnyArray | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
         """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
 
@@ -49,13 +55,17 @@ class RecurrentLayer(nnx.Module):
             state: From an earlier call that this one continues; `None` starts from nothing.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
                 gradient, no effect.
+            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. A
+                token whose id differs from the one before it starts from nothing, and the first sequence of a row from
+                `state`; the state that comes back is that after the row's last token. A negative id is padding: output
+                0, no gradient, no effect on the state. So a padded batch has its states right: give padding -1.
         """
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
-        x, cu_seqlens = layer_input(dims, x, cu_seqlens, self.dtype)
-        mixed, state = self._mix(x, self._checked_state(dims, state), cu_seqlens)
-        return without_padding(self.out(mixed.astype(x.dtype)), cu_seqlens), state
+        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        mixed, state = self._mix(x, self._checked_state(dims, state), sequences)
+        return without_padding(self.out(mixed.astype(x.dtype)), sequences), state
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         """What `out` projects, `[…, T, heads · dim]`, and the next state; `state` is `START` or an earlier one."""
         raise NotImplementedError
 

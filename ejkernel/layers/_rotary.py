@@ -90,11 +90,18 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tup
     return frequencies * (1 - slowed + slowed / factor), scale
 
 
+def _proportional(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
+    """The first pairs turn as if all did, the others do not; the share that does is `partial_rotary_factor`."""
+    turning = np.arange(len(frequencies)) < int(scaling.get("partial_rotary_factor", 1.0) * len(frequencies))
+    return np.where(turning, frequencies / scaling.get("factor", 1.0), 0.0), 1.0
+
+
 _STRETCHED = ("factor", "original_max_position_embeddings")
 # by `rope_type`: how frequencies are scaled, and which numbers `rope_scaling` must and may have for it
 SCALINGS: dict[str, tuple[Callable[..., tuple[np.ndarray, float]], tuple[str, ...], tuple[str, ...]]] = {
     "default": (lambda frequencies, theta, scaling: (frequencies, 1.0), (), ()),
     "linear": (lambda frequencies, theta, scaling: (frequencies / scaling["factor"], 1.0), ("factor",), ()),
     "llama3": (_llama3, (*_STRETCHED, "low_freq_factor", "high_freq_factor"), ()),
+    "proportional": (_proportional, (), ("partial_rotary_factor", "factor")),
     "yarn": (_yarn, _STRETCHED, ("beta_fast", "beta_slow", "attention_factor")),
 }

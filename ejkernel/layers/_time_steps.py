@@ -36,6 +36,18 @@ def log_decay(A_log: jax.Array, step: jax.Array) -> jax.Array:
     return -jnp.exp(matching(A_log, step)) * step
 
 
+def bounded_log_decay(A_log: jax.Array, x: jax.Array, bias: jax.Array, lower_bound: float) -> jax.Array:
+    """`lower_bound · σ(exp(A_log) · (x + bias))`, in at least float32: between `lower_bound` and 0."""
+    x = wide(x)
+    return lower_bound * jax.nn.sigmoid(jnp.exp(matching(A_log, x)) * (x + matching(bias, x)))
+
+
+def share_replaced(x: jax.Array, negative_eigenvalues: bool) -> jax.Array:
+    """The delta rule's beta in at least float32: `σ(x)`, twice as much with `negative_eigenvalues`."""
+    beta = jax.nn.sigmoid(wide(x))
+    return 2 * beta if negative_eigenvalues else beta
+
+
 def log_rates(heads: int, init: ParamInit) -> nnx.Param:
     """Initial `A_log`: rates uniform from 1 to 16."""
     return init.param(jnp.log(init.uniform((heads,), 1, 16, jnp.float32)))

@@ -1,34 +1,66 @@
 """The tokens that a layer is called with: checked, without padding, and where each stands in its sequence."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel.kernels.chunks.segments import runs
 from ejkernel.xla_utils.utils import prepare_lens, prepare_token_indices
 
 
+class Sequences(NamedTuple):
+    """Which sequences the tokens of a call belong to, by the names that ops have for it; at most one is given.
+
+    With neither, each row is one sequence.
+    """
+
+    cu_seqlens: jax.Array | None = None  # [N + 1]
+    segment_ids: jax.Array | None = None  # [B, T]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """For the call of an op."""
+        return self._asdict()
+
+
 def layer_input(
-    dims: _checks.Dims, x: Any, cu_seqlens: Any, dtype: DTypeLike | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """`x` in the dtype to compute in, with 0 for padding, and `cu_seqlens`; `dims` knows the `width`."""
-    x, cu_seqlens = _checks.layer_input(dims, x, cu_seqlens)
-    return without_padding(x if dtype is None else x.astype(dtype), cu_seqlens), cu_seqlens
+    dims: _checks.Dims, x: Any, cu_seqlens: Any, segment_ids: Any, dtype: DTypeLike | None
+) -> tuple[jax.Array, Sequences]:
+    """`x` in the dtype to compute in, with 0 for padding, and its sequences; `dims` knows the `width`."""
+    x, *given = _checks.layer_input(dims, x, cu_seqlens, segment_ids)
+    sequences = Sequences(*given)
+    return without_padding(x if dtype is None else x.astype(dtype), sequences), sequences
 
 
-def without_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """`x [..., T, width]` with 0 past the last border, whatever is there, even NaN; padding has no gradient either."""
-    if cu_seqlens is None:
+def without_padding(x: jax.Array, sequences: Sequences) -> jax.Array:
+    """`x [..., T, width]` with 0 for padding, whatever is there, even NaN; padding has no gradient either."""
+    cu_seqlens, ids = sequences
+    if ids is not None:
+        used = (ids >= 0)[..., None]
+    elif cu_seqlens is not None:
+        used = jnp.arange(x.shape[-2], dtype=cu_seqlens.dtype) < cu_seqlens[-1]
+        used = used.reshape(*[1] * (x.ndim - 2), x.shape[-2], 1)
+    else:
         return x
-    used = jnp.arange(x.shape[-2], dtype=cu_seqlens.dtype) < cu_seqlens[-1]
-    return jnp.where(used.reshape(*[1] * (x.ndim - 2), x.shape[-2], 1), x, jnp.zeros((), x.dtype))
+    return jnp.where(used, x, jnp.zeros((), x.dtype))
 
 
-def positions(x: jax.Array, start: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
-    """`[T]`, or `[B, T]` where rows `start` somewhere, `[B]` (packed: `[N]`); `x` is `[…, T, width]`."""
+def positions(x: jax.Array, start: jax.Array | None, sequences: Sequences) -> jax.Array:
+    """`[T]`, or `[B, T]` where rows `start` somewhere, `[B]` (packed: `[N]`), or hold several; `x` is `[…, T, width]`.
+
+    Of several sequences in a row, it is the first that starts there, and the others start at 0.
+    """
     T = x.shape[-2]
+    cu_seqlens, ids = sequences
+    if ids is not None:
+        where = runs(ids)
+        position = jnp.arange(T, dtype=where.begin.dtype)[None] - where.begin
+        if start is None:
+            return position
+        return position + jnp.where(where.begin == where.row_begin, start[:, None].astype(position.dtype), 0)
     if cu_seqlens is None:
         return jnp.arange(T) if start is None else start[:, None] + jnp.arange(T, dtype=start.dtype)[None]
     sequence, position = prepare_token_indices(cu_seqlens, total_tokens=T).T
@@ -38,10 +70,21 @@ def positions(x: jax.Array, start: jax.Array | None, cu_seqlens: jax.Array | Non
     return position.astype(start.dtype) + start.at[sequence].get(mode="fill", fill_value=0)
 
 
-def next_position(x: jax.Array, start: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Where the next token of each row or packed sequence stands: `start` and the tokens of `x`."""
-    if cu_seqlens is None:
-        start = jnp.zeros(x.shape[0], jnp.int32) if start is None else start
+def next_position(x: jax.Array, start: jax.Array | None, sequences: Sequences) -> jax.Array:
+    """Where the next token of each row or packed sequence stands: `start` and the tokens of `x`.
+
+    Where a row holds several sequences, it is the last of them that has a next token.
+    """
+    cu_seqlens, ids = sequences
+    if cu_seqlens is not None:
+        lengths = prepare_lens(cu_seqlens).astype(jnp.int32)
+        return lengths if start is None else start + lengths.astype(start.dtype)
+    start = jnp.zeros(x.shape[0], jnp.int32) if start is None else start
+    if ids is None or not x.shape[1]:
         return start + x.shape[1]
-    lengths = prepare_lens(cu_seqlens).astype(jnp.int32)
-    return lengths if start is None else start + lengths.astype(start.dtype)
+    where = runs(ids)
+    last = jnp.maximum(where.row_end - 1, 0)
+    begin = jnp.take_along_axis(where.begin, last, 1)
+    some, goes_on = where.row_end > 0, begin == where.row_begin
+    count = jnp.where(some, where.row_end - begin, 0).astype(start.dtype)
+    return jnp.where(some & ~goes_on, count, start[:, None] + count)[:, 0]

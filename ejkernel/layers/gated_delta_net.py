@@ -1,9 +1,10 @@
-"""Gated DeltaNet, as transformers' Qwen3-Next has it."""
+"""Gated DeltaNet, as Qwen3-Next, Qwen3.5, Olmo-Hybrid and flash-linear-attention have it."""
 
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -13,7 +14,8 @@ from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
-from ejkernel.layers._time_steps import log_decay, log_rates, time_step, time_step_bias
+from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
+from ejkernel.layers._tokens import Sequences
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -28,6 +30,8 @@ class GatedDeltaNet(RecurrentLayer):
         key_dim: Of each head's queries and keys.
         value_dim: Of each head's values.
         convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
+        negative_eigenvalues: Whether the share replaced goes up to 2, as in Olmo-Hybrid, so that a token may also turn
+            round what its key recalls.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
         param_dtype: The dtype of the parameters.
@@ -52,6 +56,7 @@ class GatedDeltaNet(RecurrentLayer):
         key_dim: int = 128,
         value_dim: int = 128,
         convolution: int = 4,
+        negative_eigenvalues: bool = False,
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -63,6 +68,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.key_dim = _checks.positive_int("key_dim", key_dim)
         self.value_dim = _checks.positive_int("value_dim", value_dim)
         super().__init__(width, (value_heads, key_dim, value_dim), init)
+        self.negative_eigenvalues = _checks.flag("negative_eigenvalues", negative_eigenvalues)
         keys, values = key_heads * key_dim, value_heads * value_dim
         # side by side for each key head: its query, its key, and the values and output gates of its value heads
         self.query_key_value_gate = init.column_parallel(width, 2 * keys + 2 * values)
@@ -74,11 +80,11 @@ class GatedDeltaNet(RecurrentLayer):
         self.norm = init.norm(value_dim, epsilon)
         self.out = init.row_parallel(values, width)
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
         grouped = split_heads(self.query_key_value_gate(x), self.key_heads)  # [..., key_heads, 2 K + 2 values]
         *parts, output_gate = map(merge_heads, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
-        (query, key, value), recent = self.convolution(parts, state.recent, cu_seqlens)
+        (query, key, value), recent = self.convolution(parts, state.recent, sequences)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
         beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
@@ -86,21 +92,88 @@ class GatedDeltaNet(RecurrentLayer):
             split_heads(key, self.key_heads),
             split_heads(value, self.value_heads),
             log_decay(self.A_log[...], time_step(decay, self.dt_bias[...])),
-            jax.nn.sigmoid(beta),
+            share_replaced(beta, self.negative_eigenvalues),
             initial_state=state.memory,
-            cu_seqlens=cu_seqlens,
             normalize=True,
+            **sequences.keywords,
         )
         gated = normed_and_gated(self.norm, output, jax.nn.silu(wide(output_gate)))
         return gated, RecurrentState(memory, recent)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Qwen3NextGatedDeltaNet`; see `ejkernel.layers`."""
-        reference = "transformers' Qwen3NextGatedDeltaNet of these sizes"
-        sources = {
-            **_weights.linears(query_key_value_gate="in_proj_qkvz", beta_decay="in_proj_ba", out="out_proj"),
-            **_weights.copies({"A_log": "A_log", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
-            "convolution.kernel": _weights.convolution("conv1d"),
-        }
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)
+        """The layer with the weights of transformers' Gated DeltaNet of Qwen3-Next, Qwen3.5 or Olmo-Hybrid.
+
+        Which of them it is, the names tell. See `ejkernel.layers` for the arguments.
+        """
+        return _weights.load(cls, arguments, options, weights, prefix, _TRANSFORMERS)
+
+    @classmethod
+    def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The layer with the weights of fla's `GatedDeltaNet`, whose `epsilon` is 1e-5; see `ejkernel.layers`."""
+        return _weights.load(cls, arguments, {"epsilon": 1e-5, **options}, weights, prefix, _FLA)
+
+
+def _widths(layer: GatedDeltaNet) -> tuple[int, int, int]:
+    return layer.convolution.widths
+
+
+def _by_key_head(rows: np.ndarray, layer: GatedDeltaNet) -> np.ndarray:
+    """Rows of all queries, all keys, all values and all gates, put side by side for each key head."""
+    keys, _, values = _widths(layer)
+    return _grouped(rows, (keys, keys, values, values), layer.key_heads)
+
+
+def _grouped(rows: np.ndarray, widths: Any, groups: int) -> np.ndarray:
+    parts = np.split(rows, np.cumsum(widths)[:-1])
+    parts = [part.reshape(groups, -1, rows.shape[1]) for part in parts]
+    return np.concatenate(parts, 1).reshape(rows.shape)
+
+
+def _beta_decay(*names: str) -> _weights.Source:
+    return _weights.linear(
+        *names,
+        widths=lambda layer: [layer.value_heads] * 2,
+        rows=lambda x, layer: _grouped(x, [layer.value_heads] * 2, layer.key_heads),
+    )
+
+
+_SHARED = _weights.copies({"A_log": "A_log", "dt_bias": "dt_bias"})
+_QWEN = {
+    **_SHARED,
+    **_weights.copies({"norm.scale": "norm.weight"}),
+    **_weights.linears(out="out_proj"),
+    "convolution.kernel": _weights.convolution("conv1d"),
+}
+# as fla names them, and Olmo-Hybrid after it
+_APART = {
+    **_SHARED,
+    **_weights.copies({"norm.scale": "o_norm.weight"}),
+    **_weights.linears(out="o_proj"),
+    "query_key_value_gate.kernel": _weights.linear(
+        *("q_proj", "k_proj", "v_proj", "g_proj"),
+        widths=lambda layer: (*_widths(layer), _widths(layer)[2]),
+        rows=_by_key_head,
+    ),
+    "beta_decay.kernel": _beta_decay("b_proj", "a_proj"),
+    "convolution.kernel": _weights.convolution("q_conv1d", "k_conv1d", "v_conv1d"),
+}
+_FLA = {"fla's GatedDeltaNet": _APART}
+_TRANSFORMERS = {
+    "transformers' Qwen3NextGatedDeltaNet": {
+        **_QWEN,
+        **_weights.linears(query_key_value_gate="in_proj_qkvz", beta_decay="in_proj_ba"),
+    },
+    "transformers' Qwen3_5GatedDeltaNet": {
+        **_QWEN,
+        "query_key_value_gate.kernel": _weights.linear(
+            *("in_proj_qkv", "in_proj_z"),
+            widths=lambda layer: (layer.convolution.channels, _widths(layer)[2]),
+            rows=_by_key_head,
+        ),
+        "beta_decay.kernel": _beta_decay("in_proj_b", "in_proj_a"),
+    },
+    # joined in the module, apart in the published files
+    "transformers' OlmoHybridGatedDeltaNet": _APART | {"convolution.kernel": _weights.convolution("conv1d")},
+    "Olmo-Hybrid's Gated DeltaNet": _APART,
+}

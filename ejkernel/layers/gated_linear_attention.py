@@ -14,6 +14,7 @@ from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
 from ejkernel.layers._parameters import ParamInit, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
+from ejkernel.layers._tokens import Sequences
 from ejkernel.linear_attention import recurrent_gla
 
 
@@ -95,16 +96,15 @@ class GatedLinearAttention(GatedOutputLayer):
         parts = [jnp.concatenate([none, recent]), jnp.concatenate([recent, none]), current]
         convolution.kernel.set_value(jnp.concatenate(parts, 1))
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
-        query, key, value, recent = self._projected(x, state, cu_seqlens)
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
+        query, key, value, recent = self._projected(x, state, sequences)
         gate = jax.nn.log_sigmoid(wide(self.gate_up(self.gate_down(x)))) / self.gate_normalizer
         gate = jnp.repeat(split_heads(gate, self.kv_heads), self.heads // self.kv_heads, axis=-2)
-        output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, cu_seqlens=cu_seqlens)
+        output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, **sequences.keywords)
         return self._gated(x, output), RecurrentState(memory, recent)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
         """The layer with the weights of fla's `GatedLinearAttention`; see `ejkernel.layers`."""
-        reference = "fla's GatedLinearAttention of these sizes"
         sources = SOURCES | _weights.linears(gate_down="gk_proj.0", gate_up="gk_proj.1")
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)
+        return _weights.load(cls, arguments, options, weights, prefix, {"fla's GatedLinearAttention": sources})

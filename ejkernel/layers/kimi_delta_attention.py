@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, as flash-linear-attention and transformers' Kimi Linear have it."""
+"""Kimi Delta Attention, as flash-linear-attention, Kimi Linear, GLM-5.3-Flash and Ling 3 have it."""
 
 from typing import Any, Self
 
@@ -11,21 +11,38 @@ from ejkernel import _checks
 from ejkernel.delta_rule import kda
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, group_count, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
-from ejkernel.layers._time_steps import log_decay, log_rates, time_step, time_step_bias
+from ejkernel.layers._time_steps import (
+    bounded_log_decay,
+    log_decay,
+    log_rates,
+    share_replaced,
+    time_step,
+    time_step_bias,
+)
+from ejkernel.layers._tokens import Sequences
 
 
 class KimiDeltaAttention(RecurrentLayer):
     """Kimi Delta Attention: a token replaces what its key recalls, after a gate per key dim has faded the memory.
 
-    The log decay is `-exp(A_log) · softplus(x W_1 W_2 + dt_bias)`, one a key dim, and the share replaced `σ(x W_b)`.
+    The log decay is `-exp(A_log) · softplus(x W_1 W_2 + dt_bias)`, one a key dim, or bounded
+    `lower_bound · σ(exp(A_log) · (x W_1 W_2 + dt_bias))`, and the share replaced `σ(x W_b)`.
 
     Args:
         width: Last dim of the input and the output.
-        heads: How many heads there are.
-        head_dim: Of each head's queries, keys and values; also the width between the two projections of each gate.
+        heads: How many heads queries and keys have, a divisor of `value_heads`.
+        head_dim: Of each head's queries and keys.
+        value_heads: How many heads values, gates and memories have; `None` is `heads`.
+        value_dim: Of each head's values; `None` is `head_dim`.
         convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
+        lower_bound: What the log decay stays above, -5 in Kimi-K3, GLM-5.3-Flash and Ling 3; `None` is without a bound.
+        negative_eigenvalues: Whether the share replaced goes up to 2, so that a token may also turn round what its key
+            recalls.
+        low_rank_decay: Whether the decay is made by two projections, with `value_dim` between them; `False`, as in
+            Ling 3, is by one.
+        low_rank_output_gate: The same of the output gate, which Ling 3 and Kimi-K3 make by one.
         gate_bias: Whether the output gate has a bias, as flash-linear-attention's has and Kimi Linear's has not.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
@@ -48,7 +65,13 @@ class KimiDeltaAttention(RecurrentLayer):
         heads: int,
         *,
         head_dim: int = 128,
+        value_heads: int | None = None,
+        value_dim: int | None = None,
         convolution: int = 4,
+        lower_bound: float | None = None,
+        negative_eigenvalues: bool = False,
+        low_rank_decay: bool = True,
+        low_rank_output_gate: bool = True,
         gate_bias: bool = False,
         epsilon: float = 1e-5,
         dtype: DTypeLike | None = None,
@@ -56,69 +79,114 @@ class KimiDeltaAttention(RecurrentLayer):
         rngs: nnx.Rngs,
     ) -> None:
         init = ParamInit(dtype, param_dtype, rngs)
-        self.heads = _checks.positive_int("heads", heads)
+        self.value_heads = heads if value_heads is None else _checks.positive_int("value_heads", value_heads)
+        self.heads = group_count("heads", heads, self.value_heads, "heads" if value_heads is None else "value_heads")
         self.head_dim = _checks.positive_int("head_dim", head_dim)
-        super().__init__(width, (heads, head_dim, head_dim), init)
-        features = heads * head_dim
-        self.query, self.key, self.value = (init.column_parallel(width, features) for _ in range(3))
-        self.convolution = ShortConvolution(convolution, [features] * 3, init)
-        self.decay_down = init.replicated(width, head_dim)
-        self.decay_up = init.column_parallel(head_dim, features)
-        self.A_log = log_rates(heads, init)
-        self.dt_bias = time_step_bias(features, init)
-        self.beta = init.column_parallel(width, heads)
-        self.output_gate_down = init.replicated(width, head_dim)
-        self.output_gate_up = init.column_parallel(head_dim, features, bias=_checks.flag("gate_bias", gate_bias))
-        self.norm = init.norm(head_dim, epsilon)
-        self.out = init.row_parallel(features, width)
+        self.value_dim = head_dim if value_dim is None else _checks.positive_int("value_dim", value_dim)
+        super().__init__(width, (self.value_heads, head_dim, self.value_dim), init)
+        if lower_bound is not None and _checks.real("lower_bound", lower_bound) >= 0:
+            _checks.fail("lower_bound", lower_bound, "a negative number or None")
+        self.lower_bound = None if lower_bound is None else float(lower_bound)
+        self.negative_eigenvalues = _checks.flag("negative_eigenvalues", negative_eigenvalues)
+        gate_bias, rank = _checks.flag("gate_bias", gate_bias), self.value_dim
+        keys, values, gates = heads * head_dim, self.value_heads * self.value_dim, self.value_heads * head_dim
+        self.query, self.key, self.value = (init.column_parallel(width, each) for each in (keys, keys, values))
+        self.convolution = ShortConvolution(convolution, (keys, keys, values), init)
+        low_rank = _checks.flag("low_rank_decay", low_rank_decay)
+        self.decay_down = init.replicated(width, rank) if low_rank else None
+        self.decay_up = init.column_parallel(rank if low_rank else width, gates)
+        # bounded gates start in the middle of a sigmoid
+        zeros = self.lower_bound is not None
+        self.A_log = init.param(jnp.zeros(self.value_heads)) if zeros else log_rates(self.value_heads, init)
+        self.dt_bias = time_step_bias(gates, init)
+        self.beta = init.column_parallel(width, self.value_heads)
+        low_rank = _checks.flag("low_rank_output_gate", low_rank_output_gate)
+        self.output_gate_down = init.replicated(width, rank) if low_rank else None
+        self.output_gate_up = init.column_parallel(rank if low_rank else width, values, bias=gate_bias)
+        self.norm = init.norm(self.value_dim, epsilon)
+        self.out = init.row_parallel(values, width)
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
-        parts, recent = self.convolution([self.query(x), self.key(x), self.value(x)], state.recent, cu_seqlens)
-        query, key, value = (split_heads(each, self.heads) for each in parts)
-        step = time_step(self.decay_up(self.decay_down(x)), self.dt_bias[...])
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
+        parts, recent = self.convolution([self.query(x), self.key(x), self.value(x)], state.recent, sequences)
+        query, key, value = map(split_heads, parts, (self.heads, self.heads, self.value_heads))
         output, memory = kda(
             query,
             key,
             value,
-            log_decay(self.A_log[...][:, None], split_heads(step, self.heads)),
-            jax.nn.sigmoid(wide(self.beta(x))),
+            self._log_decay(x),
+            share_replaced(self.beta(x), self.negative_eigenvalues),
             initial_state=state.memory,
-            cu_seqlens=cu_seqlens,
             normalize=True,
+            **sequences.keywords,
         )
-        output_gate = jax.nn.sigmoid(wide(self.output_gate_up(self.output_gate_down(x))))
+        down = x if self.output_gate_down is None else self.output_gate_down(x)
+        output_gate = jax.nn.sigmoid(wide(self.output_gate_up(down)))
         return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
+
+    def _log_decay(self, x: jax.Array) -> jax.Array:
+        """One a key dim, `[..., T, value_heads, head_dim]`."""
+        gate = self.decay_up(x if self.decay_down is None else self.decay_down(x))
+        gate, A_log = split_heads(gate, self.value_heads), self.A_log[...][:, None]
+        bias = self.dt_bias[...].reshape(self.value_heads, self.head_dim)
+        if self.lower_bound is not None:
+            return bounded_log_decay(A_log, gate, bias, self.lower_bound)
+        return log_decay(A_log, time_step(gate, bias))
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
         """The layer with the weights of fla's `KimiDeltaAttention`, which has a `gate_bias`; see `ejkernel.layers`."""
-        reference, options = "fla's KimiDeltaAttention of these sizes", {"gate_bias": True, **options}
-        sources = {
-            **_SHARED,
-            **_weights.linears(decay_down="f_proj.0", decay_up="f_proj.1"),
-            **_weights.linears(output_gate_down="g_proj.0", output_gate_up="g_proj.1"),
-            **_weights.copies({"A_log": "A_log", "dt_bias": "dt_bias"}),
-            "convolution.kernel": _weights.convolution("q_conv1d", "k_conv1d", "v_conv1d"),
-        }
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)
+        layouts = {"fla's KimiDeltaAttention": _FLA}
+        return _weights.load(cls, arguments, {"gate_bias": True, **options}, weights, prefix, layouts)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `KimiLinearDeltaAttention`; see `ejkernel.layers`."""
-        reference = "transformers' KimiLinearDeltaAttention of these sizes"
-        sources = {
-            **_SHARED,
-            **_weights.linears(decay_down="forget_gate.f_a_proj", decay_up="forget_gate.f_b_proj"),
-            **_weights.linears(output_gate_down="g_a_proj", output_gate_up="g_b_proj"),
-            **_weights.copies({"dt_bias": "forget_gate.dt_bias"}),
-            "A_log": _weights.Source(["forget_gate.A_log"], lambda shape: (1, 1, *shape, 1)),
-            "convolution.kernel": _weights.convolution("conv1d"),
-        }
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)
+        """The layer with the weights of Kimi Linear, Kimi-K3, GLM-5.3-Flash or Ling 3 (`bailing_hybrid`).
+
+        Names are those of transformers' modules or of the published files. See `ejkernel.layers` for the arguments.
+        """
+        return _weights.load(cls, arguments, options, weights, prefix, _TRANSFORMERS)
 
 
-# what both checkpoints name alike
 _SHARED = {
     **_weights.linears(query="q_proj", key="k_proj", value="v_proj", beta="b_proj", out="o_proj"),
-    **_weights.copies({"norm.scale": "o_norm.weight"}),
+    **_weights.copies({"norm.scale": "o_norm.weight", "dt_bias": "dt_bias"}),
+    # Kimi Linear has axes of size 1 around it, Kimi-K3 pads it
+    "A_log": _weights.Source(
+        ["A_log"],
+        convert=lambda x, layer: x.reshape(-1)[: layer.value_heads],
+        or_shapes=lambda shape: [(1, 1, *shape, 1), (-(-shape[0] // 128) * 128,)],
+    ),
+    "convolution.kernel": _weights.convolution("q_conv1d", "k_conv1d", "v_conv1d"),
+}
+_FLA = {
+    **_SHARED,
+    **_weights.linears(decay_down="f_proj.0", decay_up="f_proj.1"),
+    **_weights.linears(output_gate_down="g_proj.0", output_gate_up="g_proj.1"),
+}
+_LOW_RANK = {
+    **_SHARED,
+    **_weights.linears(decay_down="f_a_proj", decay_up="f_b_proj"),
+    **_weights.linears(output_gate_down="g_a_proj", output_gate_up="g_b_proj"),
+}
+_KIMI_K3 = _LOW_RANK | _weights.linears(output_gate_up="g_proj")
+_FULL_RANK = _SHARED | _weights.linears(decay_up="f_proj", output_gate_up="g_proj")
+
+
+def _in_modules(sources: _weights.Sources) -> _weights.Sources:
+    """As transformers' modules have what the published files name so: the decay apart, the convolution joined."""
+    decay = {
+        path: source._replace(names=[f"forget_gate.{name}" for name in source.names])
+        for path, source in sources.items()
+        if path.startswith(("decay", "A_log", "dt_bias"))
+    }
+    return sources | decay | {"convolution.kernel": _weights.convolution("conv1d")}
+
+
+_TRANSFORMERS = {
+    "transformers' KimiLinearDeltaAttention": _in_modules(_LOW_RANK),
+    "Kimi Linear's Kimi Delta Attention": _LOW_RANK,
+    "Kimi-K3's Kimi Delta Attention": _KIMI_K3,
+    "transformers' BailingHybridDeltaAttention": _in_modules(_FULL_RANK),
+    "Ling's Kimi Delta Attention": _FULL_RANK,
+    "Ling's Kimi Delta Attention, its output projection dense": _FULL_RANK | _weights.linears(out="dense"),
 }

@@ -11,6 +11,7 @@ from ejkernel import _checks
 from ejkernel.layers import _weights
 from ejkernel.layers._parameters import ParamInit, head_width, merge_heads, split_heads, wide, wide_dtype
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
+from ejkernel.layers._tokens import Sequences
 from ejkernel.linear_attention import recurrent_gla
 
 
@@ -71,7 +72,7 @@ class LightningAttention(RecurrentLayer):
         self.norm = init.norm(features, epsilon)
         self.out = init.row_parallel(features, width)
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         query, key, value = jnp.split(jax.nn.silu(split_heads(self.query_key_value(x), self.heads)), 3, -1)
         output, memory = recurrent_gla(
             query,
@@ -80,7 +81,7 @@ class LightningAttention(RecurrentLayer):
             g_gamma=jax.lax.stop_gradient(self.log_decay[...]),
             softmax_scale=1.0,
             initial_state=state.memory,
-            cu_seqlens=cu_seqlens,
+            **sequences.keywords,
         )
         gated = self.norm(merge_heads(output)) * jax.nn.sigmoid(wide(self.output_gate(x)))
         return gated, RecurrentState(memory)
@@ -88,11 +89,11 @@ class LightningAttention(RecurrentLayer):
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
         """The layer with the weights of transformers' `MiniMaxLightningAttention`; see `ejkernel.layers`."""
-        reference = "transformers' MiniMaxLightningAttention of these sizes"
         sources = {
             **_weights.linears(query_key_value="qkv_proj", output_gate="output_gate", out="out_proj"),
             **_weights.copies({"norm.scale": "norm.weight"}),
         }
         # tables that follow from the layer's number
         ignored = ["slope_rate", "query_decay", "key_decay", "diagonal_decay"]
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources, ignored)
+        layouts = {"transformers' MiniMaxLightningAttention": sources}
+        return _weights.load(cls, arguments, options, weights, prefix, layouts, ignored)

@@ -1,6 +1,7 @@
-"""The Mamba-2 mixer, as transformers' Mamba-2 and Bamba have it."""
+"""The Mamba-2 mixer, as Codestral-Mamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 and Zamba2 have it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -14,6 +15,7 @@ from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import log_decay, shortest_and_longest, time_step, time_step_bias
+from ejkernel.layers._tokens import Sequences
 from ejkernel.linear_attention import simple_gla
 
 
@@ -32,7 +34,13 @@ class Mamba2(RecurrentLayer):
         convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
         convolution_bias: Whether that has a bias.
         bias: Whether the projections have one.
+        out_bias: Whether the last projection has one; `None` is as `bias` says.
         time_step_limit: The shortest and the longest time step, past which they are cut off.
+        norm: Whether the output is normalised, which Falcon-H1 may do without.
+        norm_groups: How many groups of heads are normalised on their own; `None` is `groups`, as published.
+        norm_before_gate: Whether the output gate comes after the norm instead of before it.
+        multipliers: What the output gate, the values, the keys, the queries and the time steps are multiplied by where
+            they leave the first projection, as in Falcon-H1; `None` is nothing.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, time steps and the memory are in at least float32.
         param_dtype: The dtype of the parameters.
@@ -59,7 +67,12 @@ class Mamba2(RecurrentLayer):
         convolution: int = 4,
         convolution_bias: bool = True,
         bias: bool = False,
+        out_bias: bool | None = None,
         time_step_limit: tuple[float, float] = (0.0, math.inf),
+        norm: bool = True,
+        norm_groups: int | None = None,
+        norm_before_gate: bool = False,
+        multipliers: Sequence[float] | None = None,
         epsilon: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -72,6 +85,10 @@ class Mamba2(RecurrentLayer):
         super().__init__(width, (heads, state_dim, head_dim), init)
         self.time_step_limit = shortest_and_longest("time_step_limit", time_step_limit, "(shortest, longest)")
         bias, convolution_bias = _checks.flag("bias", bias), _checks.flag("convolution_bias", convolution_bias)
+        out_bias = bias if out_bias is None else _checks.flag("out_bias", out_bias)
+        self.norm_groups = group_count("norm_groups", groups if norm_groups is None else norm_groups, heads)
+        self.norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
+        self.multipliers = _checked_multipliers(multipliers)
         features, states = heads * head_dim, groups * state_dim
         # side by side: the output gate, the convolution's channels (values, keys, queries), the time steps
         self.into = init.column_parallel(width, 2 * features + 2 * states + heads, bias=bias)
@@ -79,14 +96,17 @@ class Mamba2(RecurrentLayer):
         self.A_log = init.param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
         self.D = init.param(jnp.ones(heads))
         self.dt_bias = time_step_bias(heads, init)
-        self.norm = init.norm(features, epsilon)
-        self.out = init.row_parallel(features, width, bias=bias)
+        self.norm = init.norm(features, epsilon) if _checks.flag("norm", norm) else None
+        self.out = init.row_parallel(features, width, bias=out_bias)
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
         ends = [features, 2 * features, 2 * features + states, 2 * features + 2 * states]
-        output_gate, *parts, step = jnp.split(self.into(x), ends, -1)
-        (value, key, query), recent = self.convolution(parts, state.recent, cu_seqlens)
+        split = jnp.split(self.into(x), ends, -1)
+        if self.multipliers is not None:
+            split = [each * factor for each, factor in zip(split, self.multipliers, strict=True)]
+        output_gate, *parts, step = split
+        (value, key, query), recent = self.convolution(parts, state.recent, sequences)
         value = wide(split_heads(value, self.heads))
         step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
         # a group's queries and keys serve several heads' values
@@ -97,20 +117,39 @@ class Mamba2(RecurrentLayer):
             log_decay(self.A_log[...], step),
             softmax_scale=1.0,
             initial_state=state.memory,
-            cu_seqlens=cu_seqlens,
+            **sequences.keywords,
         )
         output = wide(output) + matching(self.D[...][:, None], value) * value
-        gated = self.norm(merge_heads(output) * jax.nn.silu(wide(output_gate)))
-        return gated, RecurrentState(memory, recent)
+        return self._normed(merge_heads(output), jax.nn.silu(wide(output_gate))), RecurrentState(memory, recent)
+
+    def _normed(self, output: jax.Array, gate: jax.Array) -> jax.Array:
+        """The output times the gate, normalised group by group before or after that."""
+        if self.norm is None:
+            return output * gate
+        if self.norm_before_gate:
+            return self.norm(output, self.norm_groups) * gate
+        return self.norm(output * gate, self.norm_groups)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Mamba2Mixer` or `BambaMixer`; see `ejkernel.layers`."""
-        reference = "transformers' Mamba2Mixer of these sizes"
-        sources = {
-            **_weights.linears(into="in_proj", out="out_proj"),
-            **_weights.copies({"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
-            **_weights.copies({"convolution.bias": "conv1d.bias"}),
-            "convolution.kernel": _weights.convolution("conv1d"),
-        }
-        return _weights.load(cls, arguments, options, weights, prefix, reference, sources)
+        """The layer with the weights of the Mamba-2 of transformers' Mamba-2, Bamba, Nemotron-H, Falcon-H1 and others.
+
+        Their names are the same. See `ejkernel.layers` for the arguments.
+        """
+        return _weights.load(cls, arguments, options, weights, prefix, {"transformers' Mamba2Mixer": _SOURCES})
+
+
+_SOURCES = {
+    **_weights.linears(into="in_proj", out="out_proj"),
+    **_weights.copies({"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
+    **_weights.copies({"convolution.bias": "conv1d.bias"}),
+    "convolution.kernel": _weights.convolution("conv1d"),
+}
+
+
+def _checked_multipliers(multipliers: Any) -> tuple[float, ...] | None:
+    if multipliers is None:
+        return None
+    if not isinstance(multipliers, tuple | list) or len(multipliers) != 5:
+        _checks.fail("multipliers", repr(multipliers), "five numbers or None")
+    return tuple(_checks.real("multipliers", each) for each in multipliers)

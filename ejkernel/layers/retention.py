@@ -13,7 +13,7 @@ from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
 from ejkernel.layers._parameters import ParamInit
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._rotary import rotary
-from ejkernel.layers._tokens import next_position, positions
+from ejkernel.layers._tokens import Sequences, next_position, positions
 from ejkernel.linear_attention import retention
 
 
@@ -70,15 +70,15 @@ class Retention(GatedOutputLayer):
             _checks.fail("key_width", key_width, f"an even width per head, as rotation needs, not {self.key_dim}")
         self.rotate = rotary(self.key_dim, _checks.positive("rope_theta", rope_theta))
 
-    def _mix(self, x: jax.Array, state: RecurrentState, cu_seqlens: jax.Array | None) -> Mixed:
-        query, key, value, recent = self._projected(x, state, cu_seqlens)
-        at = positions(x, state.position, cu_seqlens)
+    def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
+        query, key, value, recent = self._projected(x, state, sequences)
+        at = positions(x, state.position, sequences)
         query, key = self.rotate(query, at), self.rotate(key, at)
-        output, memory = retention(query, key, value, initial_state=state.memory, cu_seqlens=cu_seqlens)
-        return self._gated(x, output), RecurrentState(memory, recent, next_position(x, state.position, cu_seqlens))
+        output, memory = retention(query, key, value, initial_state=state.memory, **sequences.keywords)
+        return self._gated(x, output), RecurrentState(memory, recent, next_position(x, state.position, sequences))
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
         """The layer with the weights of fla's `MultiScaleRetention`; see `ejkernel.layers`."""
-        reference, ignored = "fla's MultiScaleRetention of these sizes", ["rotary.inv_freq"]
-        return _weights.load(cls, arguments, options, weights, prefix, reference, SOURCES, ignored)
+        layouts, ignored = {"fla's MultiScaleRetention": SOURCES}, ["rotary.inv_freq"]
+        return _weights.load(cls, arguments, options, weights, prefix, layouts, ignored)

@@ -11,7 +11,16 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
-from ejkernel.layers._parameters import ParamInit, group_count, head_width, merge_heads, split_heads, wide
+from ejkernel.layers._models import Published
+from ejkernel.layers._parameters import (
+    ParamInit,
+    group_count,
+    head_width,
+    merge_heads,
+    split_heads,
+    unit_mean_square,
+    wide,
+)
 from ejkernel.layers._rotary import rotary
 from ejkernel.layers._tokens import layer_input, positions, without_padding
 
@@ -34,10 +43,11 @@ class KeyValueCache(NamedTuple):
         return self.key.shape[1]
 
 
-class MultiHeadAttention(nnx.Module):
+class MultiHeadAttention(Published):
     """Causal softmax attention with rotary positions, optionally with fewer key/value heads, a window, sinks and more.
 
-    Its options make it the attention of Llama, Gemma-2, gpt-oss, Qwen3 and Qwen3-Next; their defaults are Llama's.
+    Its options make it the attention of Llama, Gemma 2 to 4, gpt-oss, Qwen3, Qwen3-Next, Qwen3.5 and others; their
+    defaults are Llama's.
 
     Args:
         width: Last dim of the input and the output.
@@ -45,15 +55,20 @@ class MultiHeadAttention(nnx.Module):
         kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
         head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
         bias: Whether the projections have one.
+        out_bias: Whether the last projection has one; `None` is as `bias` says. Qwen2's has none.
         window: How many tokens a query sees, its own included; `None` is all.
         soft_cap: Scores become `soft_cap · tanh(scores / soft_cap)`; `None` leaves them.
         softmax_scale: What scores are multiplied by; `None` is `head_dim ** -0.5`.
         sinks: Whether each head has a logit of its own in the softmax's denominator.
         norm: Whether each head's queries and keys are normalised before they are rotated.
+        value_norm: Whether each head's values are normalised, without a scale, as in Gemma 4.
+        values_are_keys: Whether values are the projected keys, before norm and rotation, as in larger Gemma 4 models;
+            there is no projection of values then.
         output_gate: Whether the output is multiplied by a sigmoid of the input; it is made beside the queries.
         rope_theta: The base of the rotation's frequencies; `None` is without rotation.
         rotary_dim: How many of a head's dims are rotated; `None` is all.
-        rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3` or `yarn`.
+        rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3`, `yarn` or
+            `proportional`.
         epsilon: Added to the mean square in the norms.
         dtype: The dtype to compute in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
         param_dtype: The dtype of the parameters.
@@ -78,11 +93,14 @@ class MultiHeadAttention(nnx.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        out_bias: bool | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
         softmax_scale: float | None = None,
         sinks: bool = False,
         norm: bool = False,
+        value_norm: bool = False,
+        values_are_keys: bool = False,
         output_gate: bool = False,
         rope_theta: float | None = 10000.0,
         rotary_dim: int | None = None,
@@ -115,10 +133,14 @@ class MultiHeadAttention(nnx.Module):
         bias, self.output_gate = _checks.flag("bias", bias), _checks.flag("output_gate", output_gate)
         # a head's gate stands beside its query
         self.query = init.column_parallel(width, (2 if output_gate else 1) * heads * self.head_dim, bias=bias)
-        self.key, self.value = (init.column_parallel(width, self.kv_heads * self.head_dim, bias=bias) for _ in range(2))
-        self.out = init.row_parallel(heads * self.head_dim, width, bias=bias)
+        self.key = init.column_parallel(width, self.kv_heads * self.head_dim, bias=bias)
+        same = _checks.flag("values_are_keys", values_are_keys)
+        self.value = None if same else init.column_parallel(width, self.kv_heads * self.head_dim, bias=bias)
+        out_bias = bias if out_bias is None else _checks.flag("out_bias", out_bias)
+        self.out = init.row_parallel(heads * self.head_dim, width, bias=out_bias)
         normed = _checks.flag("norm", norm)
         self.query_norm, self.key_norm = (init.norm(self.head_dim, epsilon) if normed else None for _ in range(2))
+        self.value_norm, self.epsilon = _checks.flag("value_norm", value_norm), _checks.positive("epsilon", epsilon)
         self.sinks = init.param(jnp.zeros(heads)) if _checks.flag("sinks", sinks) else None
 
     def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KeyValueCache:
@@ -130,7 +152,12 @@ class MultiHeadAttention(nnx.Module):
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
     def __call__(
-        self, x: jax.Array, cache: KeyValueCache | None = None, cu_seqlens: _checks.Borders | None = None
+        self,
+        x: jax.Array,
+        cache: KeyValueCache | None = None,
+        cu_seqlens: _checks.Borders | None = None,
+        *,
+        segment_ids: _checks.AnyArray | None = None,
     ) -> tuple[jax.Array, KeyValueCache | None]:
         """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
 
@@ -140,19 +167,20 @@ class MultiHeadAttention(nnx.Module):
                 capacity, or at negative positions where those are traced, are not stored and come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
                 padding: output 0, no gradient, no effect.
+            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
+                excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
+                id begins. A negative id is padding: output 0, no gradient, no effect.
         """
         dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
-        x, cu_seqlens = layer_input(dims, x, cu_seqlens, self.dtype)
+        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         if cache is None:
-            query, key, value, gate = self._projected(x, positions(x, None, cu_seqlens))
-            output = flash_attention(query, key, value, causal=True, cu_seqlens=cu_seqlens, **self._options())
-            return without_padding(self._finish(output, gate), cu_seqlens), None
-        if cu_seqlens is not None:
-            _checks.fail("cache", "one together with cu_seqlens", "one of them")
+            query, key, value, gate = self._projected(x, positions(x, None, sequences))
+            output = flash_attention(query, key, value, causal=True, **sequences.keywords, **self._options())
+            return without_padding(self._finish(output, gate), sequences), None
+        if together := next((name for name, each in sequences.keywords.items() if each is not None), None):
+            _checks.fail("cache", f"one together with {together}", "one of them")
         if not isinstance(cache, KeyValueCache):
-            raise TypeError(
-                f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call rerotated"
-            )
+            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
         cache = KeyValueCache(
             _checks.carried(dims, "cache.key", cache.key, "capacity Hkv K"),
             _checks.carried(dims, "cache.value", cache.value, "capacity Hkv K"),
@@ -160,7 +188,7 @@ class MultiHeadAttention(nnx.Module):
         )
         if x.shape[1] > cache.capacity:
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
-        at = positions(x, cache.position, None)  # [B, T]
+        at = positions(x, cache.position, sequences)  # [B, T]
         query, key, value, gate = self._projected(x, at)
         fits = (at >= 0) & (at < cache.capacity)
         # a negative index would count from the end; one past the capacity is dropped
@@ -177,7 +205,10 @@ class MultiHeadAttention(nnx.Module):
         query, gate = split_heads(self.query(x), self.heads), None
         if self.output_gate:
             query, gate = jnp.split(query, 2, -1)
-        key, value = (split_heads(project(x), self.kv_heads) for project in (self.key, self.value))
+        key = split_heads(self.key(x), self.kv_heads)
+        value = key if self.value is None else split_heads(self.value(x), self.kv_heads)
+        if self.value_norm:
+            value = unit_mean_square(value, self.epsilon).astype(x.dtype)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query).astype(x.dtype), self.key_norm(key).astype(x.dtype)
         if self.rotate is not None:
@@ -199,26 +230,37 @@ class MultiHeadAttention(nnx.Module):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of the attention of transformers' Llama, Gemma-2, gpt-oss, Qwen3 or the like.
+        """The layer with the weights of the attention of transformers' Llama, Gemma 2 or 4, gpt-oss, Qwen3 and others.
 
         See `ejkernel.layers` for the arguments.
         """
-        reference = "transformers' attention of these sizes and options"
-        return _weights.load(cls, arguments, options, weights, prefix, reference, _SOURCES)
+        layouts = {"transformers' attention": _SOURCES}
+        return _weights.load(cls, arguments, options, weights, prefix, layouts)
+
+    @classmethod
+    def from_gemma3(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
+        """The layer with the weights of transformers' `Gemma3Attention`, `norm` on; its scales are stored less 1.
+
+        See `ejkernel.layers` for the arguments.
+        """
+        layouts = {"transformers' Gemma3Attention": _SCALES_LESS_1}
+        return _weights.load(cls, arguments, {"norm": True, **options}, weights, prefix, layouts)
 
     @classmethod
     def from_qwen3_next(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Qwen3NextAttention`, `norm` and `output_gate` on.
+        """The layer with the weights of the attention of transformers' Qwen3-Next or Qwen3.5, which name it alike.
 
-        See `ejkernel.layers` for the arguments.
+        `norm` and `output_gate` are on. See `ejkernel.layers` for the arguments.
         """
-        reference = "transformers' Qwen3NextAttention of these sizes"
         options = {"norm": True, "output_gate": True, **options}
-        scales = {f"{name}_norm.scale": _weights.one_plus(f"{name[0]}_norm.weight") for name in ("query", "key")}
-        return _weights.load(cls, arguments, options, weights, prefix, reference, _SOURCES | scales)
+        layouts = {"transformers' Qwen3NextAttention": _SCALES_LESS_1}
+        return _weights.load(cls, arguments, options, weights, prefix, layouts)
 
 
 _SOURCES = {
     **_weights.linears(query="q_proj", key="k_proj", value="v_proj", out="o_proj"),
     **_weights.copies({"query_norm.scale": "q_norm.weight", "key_norm.scale": "k_norm.weight", "sinks": "sinks"}),
+}
+_SCALES_LESS_1 = _SOURCES | {
+    f"{name}_norm.scale": _weights.one_plus(f"{name[0]}_norm.weight") for name in ("query", "key")
 }

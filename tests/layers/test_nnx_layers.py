@@ -7,8 +7,9 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
+from attention_cases import QUICK  # noqa: E402
 from conftest import assert_close  # noqa: E402
-from layer_cases import PUBLISHED, WIDTH  # noqa: E402
+from layer_cases import PUBLISHED, VARIANTS, WIDTH  # noqa: E402
 
 import ejkernel  # noqa: E402
 from ejkernel import layers  # noqa: E402
@@ -39,13 +40,24 @@ def run(layer):
 
 
 @pytest.fixture(scope="module")
+def run_segments(layer):
+    """The layer under jit on rows of several sequences."""
+    graph, parameters = nnx.split(layer)
+    call = jax.jit(
+        lambda parameters, x, ids, state: nnx.merge(graph, parameters)(x, state, segment_ids=ids),
+        compiler_options=QUICK,
+    )
+    return lambda x, ids, state: call(parameters, x, ids, state)
+
+
+@pytest.fixture(scope="module")
 def x():
     return jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH))
 
 
 def test_prefill_and_steps_are_one_pass(layer, run, x):
     expected, _ = run(x)
-    state = layer.empty_cache(len(x), TOKENS) if isinstance(layer, layers.MultiHeadAttention) else None
+    state = layer.empty_cache(len(x), TOKENS) if hasattr(layer, "empty_cache") else None
     first, state = run(x[:, :PROMPT], state)
     pieces = [first]
     for t in range(PROMPT, TOKENS):
@@ -58,6 +70,22 @@ def test_computes_what_is_published(published, run, x):
     output, _ = run(x)
     for row in range(len(x)):
         assert_close(output[row], published.expected(published.weights(), x[row]), 1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_released_models(name, x):
+    """Options that one family or another needs: a prompt, then steps."""
+    variant = VARIANTS[name]
+    layer = variant.make()
+    call = nnx.jit(lambda layer, x, state: layer(x, state))
+    state = layer.empty_cache(len(x), TOKENS) if hasattr(layer, "empty_cache") else None
+    pieces = []
+    for start, stop in ((0, PROMPT), *((t, t + 1) for t in range(PROMPT, TOKENS))):
+        piece, state = call(layer, x[:, start:stop], state)
+        pieces.append(piece)
+    output = jnp.concatenate(pieces, 1)
+    for row in range(len(x)):
+        assert_close(output[row], variant.expected(variant.weights(), x[row]), 1e-5)
 
 
 def test_weights_that_do_not_fit_are_all_listed(published):
@@ -74,7 +102,7 @@ def test_weights_that_do_not_fit_are_all_listed(published):
         [
             f"  {missing}: missing; expected shape {shapes[missing]}",
             f"  {turned}: got shape {(1, *shapes[turned][::-1])}; expected {shapes[turned]}",
-            f"  {whole}: got dtype int64; expected a floating-point dtype",
+            f"  {whole}: got dtype int64; expected bfloat16, float16, float32, float64",
             "  layer.more: unknown",
         ]
     )
@@ -87,9 +115,9 @@ def test_dtypes(published, layer, run, x):
     assert_close(output, run(x)[0], 0.05)
     half = published.make(dtype=jnp.float16, param_dtype=jnp.bfloat16)
     assert {each.dtype for each in jax.tree.leaves(nnx.state(half, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
-    if isinstance(layer, layers.MultiHeadAttention):
+    if hasattr(layer, "empty_cache"):
         state = half.empty_cache(len(x), TOKENS)
-        assert state.key.dtype == jnp.float16
+        assert state[0].dtype == jnp.float16
     found, after = jax.eval_shape(lambda x, state: half(x, state), x, state)
     assert found.dtype == jnp.float16
     found, again = jax.eval_shape(lambda x, state: half(x, state), x[:, :1], after)
@@ -117,7 +145,7 @@ def test_scanned_over_layers(published, layer, run, x):
     """With `nnx.scan`, `nnx.remat` and states that are given away: two layers are one after the other."""
     pair = [layer, published.make(seed=1)]
     graph = nnx.graphdef(layer)
-    if isinstance(layer, layers.MultiHeadAttention):
+    if hasattr(layer, "empty_cache"):
         state = layer.empty_cache(len(x), PROMPT)
     else:
         state = jax.tree.map(jnp.zeros_like, run(x[:, :PROMPT])[1])
@@ -147,6 +175,39 @@ def test_scanned_over_layers(published, layer, run, x):
     assert all(each.is_deleted() for each in jax.tree.leaves(states))
 
 
+def test_stacked_layers_keep_what_is_named(x):
+    """Scanned over they are one after the other; each policy by name spares the backward pass some products."""
+    graph, parameters = nnx.split(layers.stacked(lambda rngs, number: CONVOLVED["gdn"](rngs=rngs), 3, nnx.Rngs(0)))
+    specs = nnx.get_partition_spec(parameters)
+    assert specs["query_key_value_gate"]["kernel"].get_value() == jax.P(None, None, "model")
+    assert specs["out"]["kernel"].get_value() == jax.P(None, "model", None)
+    spread = nnx.split(layers.stacked(lambda rngs, number: CONVOLVED["kda"](rngs=rngs), 2, nnx.Rngs(0), axis="stage"))[
+        1
+    ]
+    assert nnx.get_partition_spec(spread)["query"]["kernel"].get_value() == jax.P("stage", None, "model")
+
+    def through(x, one):
+        return nnx.merge(graph, one)(x)[0], None
+
+    def loss(parameters, policy):
+        kept = jax.checkpoint(through, policy=policy, prevent_cse=False)
+        return (jax.lax.scan(kept, x, parameters)[0] ** 2).sum()
+
+    def products(policy):
+        compiled = jax.jit(jax.grad(lambda parameters: loss(parameters, policy))).lower(parameters).compile()
+        return compiled.as_text().count("dot(")
+
+    names = jax.checkpoint_policies.save_only_these_names
+    nothing = jax.checkpoint_policies.nothing_saveable
+    counts = [products(each) for each in (nothing, names("ejkernel_op"), names("ejkernel_op", "ejkernel_projected"))]
+    assert counts[0] > counts[1] > counts[2], counts
+    expected = x
+    for number in range(3):
+        expected, _ = through(expected, jax.tree.map(lambda each, n=number: each[n], parameters))
+    found, _ = jax.jit(lambda x, parameters: jax.lax.scan(through, x, parameters))(x, parameters)
+    assert_close(found, expected, 1e-5)
+
+
 def test_packed_is_separate(run, x):
     stream = jnp.concatenate([x[0, :8], jnp.full((2, WIDTH), jnp.nan)])  # the last two are padding
     cu_seqlens = jnp.cumsum(jnp.array([0, *LENGTHS]))
@@ -159,6 +220,38 @@ def test_packed_is_separate(run, x):
             for some, one in zip(jax.tree.leaves(states), jax.tree.leaves(state), strict=True):
                 assert_close(some[number], one[0], 1e-5, f"state {number}")
         start += length
+
+
+# Rows of several sequences, and what goes on with them. Padding lies behind, before and between; the first row goes on
+# with its last sequence, the second with nothing but padding.
+FIRST = np.array([[3, 3, 3, 3, 1, 1, 1, -1, -1], [-1, 0, 0, -1, 5, 5, 5, 5, 5]])
+SECOND = np.array([[-2, 9, 9, 9, -1, 4, 4, 4, 4], [-1] * 9])
+
+
+def test_rows_of_several_sequences(published, layer, run_segments, x):
+    """Each is computed by itself, padding is 0 whatever it holds, and states are those after the last token."""
+    assert x.shape[:2] == FIRST.shape
+    more, weights = x[:, ::-1], published.weights()
+    has_cache = hasattr(layer, "empty_cache")
+    state = None
+    if not has_cache:
+        state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(layer, x)[1])
+    output, state = run_segments(jnp.where((FIRST < 0)[..., None], jnp.nan, x), FIRST, state)
+    assert not np.asarray(output)[FIRST < 0].any()
+    for row, start, end in ((0, 0, 4), (0, 4, 7), (1, 1, 3), (1, 4, 9)):
+        assert_close(output[row, start:end], published.expected(weights, x[row, start:end]), 1e-5)
+    if has_cache:
+        with pytest.raises(ValueError, match=r"^cache: got one together with segment_ids; expected one of them"):
+            layer(x, layer.empty_cache(2, TOKENS), segment_ids=FIRST)
+        return
+    output, after = run_segments(jnp.where((SECOND < 0)[..., None], jnp.nan, more), SECOND, state)
+    whole = published.expected(weights, np.concatenate([x[0, 4:7], more[0, 1:4]]))
+    assert_close(output[0, 1:4], whole[3:], 1e-5)
+    assert_close(output[0, 5:], published.expected(weights, more[0, 5:]), 1e-5)
+    assert not np.asarray(output[1]).any()
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), after, state)
+    if after.position is not None:
+        assert after.position.tolist() == [4, 5]
 
 
 def test_padding_has_no_effect(layer, x):
@@ -189,7 +282,7 @@ def test_padding_has_no_effect(layer, x):
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)], ids=["no tokens", "no rows"])
 def test_nothing_to_do(layer, run, shape):
-    if not isinstance(layer, layers.MultiHeadAttention):
+    if not hasattr(layer, "empty_cache"):
         carried = jax.tree.map(lambda a: jnp.ones((shape[0], *a.shape[1:]), a.dtype), jax.eval_shape(run, ROW)[1])
     else:
         carried = layer.empty_cache(shape[0], TOKENS) if shape[0] else None
@@ -202,7 +295,7 @@ def test_nothing_to_do(layer, run, shape):
 def test_nothing_packed(layer, run, tokens, borders):
     """No sequences, or empty ones, which keep their states; all tokens are padding."""
     carried = None
-    if not isinstance(layer, layers.MultiHeadAttention):
+    if not hasattr(layer, "empty_cache"):
         rows = len(borders) - 1
         carried = jax.tree.map(lambda a: jnp.ones((rows, *a.shape[1:]), a.dtype), jax.eval_shape(run, ROW)[1])
     x = jnp.ones((*tokens, WIDTH))
@@ -212,7 +305,7 @@ def test_nothing_packed(layer, run, tokens, borders):
 
 
 def test_packed_sequences_continue(layer, run, x):
-    if isinstance(layer, layers.MultiHeadAttention):
+    if hasattr(layer, "empty_cache"):
         pytest.skip("a packed stream has no cache")
     expected, states = run(x[0, :8], None, jnp.array([0, 3, 3, 8]))
     first, carried = run(jnp.concatenate([x[0, :1], x[0, 3:6]]), None, jnp.array([0, 1, 1, 4]))
@@ -256,7 +349,7 @@ def test_nothing_is_left_to_promotion(published, dtype, x64):
 
         def calls(variables, x):
             layer, state = nnx.merge(graph, variables), None
-            if isinstance(layer, layers.MultiHeadAttention):
+            if hasattr(layer, "empty_cache"):
                 state = layer.empty_cache(len(x), TOKENS, dtype)
             output, _ = layer(x)
             _, state = layer(x[:, :PROMPT], state)
@@ -279,7 +372,7 @@ def test_float64_is_exact(published, x, x64):
     layer, x = nnx.merge(graph, variables), np.asarray(x, np.float64)
     run = jax.jit(lambda *arguments: nnx.merge(graph, variables)(*arguments))
     output, _ = run(x)
-    state = layer.empty_cache(len(x), TOKENS, jnp.float64) if isinstance(layer, layers.MultiHeadAttention) else None
+    state = layer.empty_cache(len(x), TOKENS, jnp.float64) if hasattr(layer, "empty_cache") else None
     pieces = []
     for t in range(TOKENS):
         piece, state = run(x[:, t : t + 1], state)

@@ -1,0 +1,287 @@
+"""Multi-head latent attention, as DeepSeek V3, Kimi and Ling 3 have it: keys and values come from a small latent."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from ejkernel import _checks
+from ejkernel.attention import flash_attention
+from ejkernel.layers import _weights
+from ejkernel.layers._models import Published
+from ejkernel.layers._parameters import ParamInit, merge_heads, split_heads, wide
+from ejkernel.layers._rotary import rotary
+from ejkernel.layers._tokens import layer_input, positions, without_padding
+
+OutputGate = Literal["head", "dim"]
+
+
+class LatentCache(NamedTuple):
+    """The latents of the tokens seen, from which all heads' keys and values are made, and how many there are.
+
+    Attributes:
+        latent: `[B, capacity, latent_dim + rotary_dim]`, the normalised latent and the rotated part of the key.
+        position: `[B]` int32, where the next token goes.
+    """
+
+    latent: jax.Array
+    position: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.latent.shape[1]
+
+
+class MultiHeadLatentAttention(Published):
+    """Causal softmax attention whose keys and values are projected from one latent a token, which is all that is kept.
+
+    A head's key is `key_dim` of its own from the latent and `rotary_dim` that all heads share, which are rotated.
+    Training and prompts make the keys and values; one token at a time is compared with the latents themselves, the
+    projections of keys and values being applied to the query and to the output.
+
+    Args:
+        width: Last dim of the input and the output.
+        heads: How many heads there are.
+        latent_dim: Of the latent that keys and values are made of.
+        query_rank: The width between the two projections of queries; `None` is one projection.
+        key_dim: Of each head's queries and keys that are not rotated.
+        rotary_dim: Of each head's queries and of the keys that all heads share, which are rotated.
+        value_dim: Of each head's values.
+        bias: Whether the projections down and the last one have one.
+        output_gate: What the output is multiplied by a sigmoid of the input for: each `"head"`, as in Ling 3, each
+            `"dim"`, as in Kimi-K3; `None` is not at all.
+        softmax_scale: What scores are multiplied by; `None` is `(key_dim + rotary_dim) ** -0.5`.
+        rope_theta: The base of the rotation's frequencies; `None` is without rotation, as in Kimi Linear.
+        rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3`, `yarn` or
+            `proportional`.
+        epsilon: Added to the mean square in the norms.
+        dtype: The dtype to compute in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
+        param_dtype: The dtype of the parameters.
+        rngs: Random keys for the initial parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> sizes = {"latent_dim": 24, "key_dim": 16, "rotary_dim": 8, "value_dim": 16}
+        >>> layer = MultiHeadLatentAttention(64, heads=4, **sizes, rngs=nnx.Rngs(0))
+        >>> cache = layer.empty_cache(batch=2, capacity=32)
+        >>> output, cache = layer(jnp.ones((2, 10, 64)), cache)
+        >>> output, cache = layer(jnp.ones((2, 1, 64)), cache)
+        >>> output.shape, cache.latent.shape, cache.position.tolist()
+        ((2, 1, 64), (2, 32, 32), [11, 11])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        latent_dim: int = 512,
+        query_rank: int | None = None,
+        key_dim: int = 128,
+        rotary_dim: int = 64,
+        value_dim: int = 128,
+        bias: bool = False,
+        output_gate: OutputGate | None = None,
+        softmax_scale: float | None = None,
+        rope_theta: float | None = 10000.0,
+        rope_scaling: Mapping[str, Any] | None = None,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.width, self.heads = _checks.positive_int("width", width), _checks.positive_int("heads", heads)
+        self.latent_dim = _checks.positive_int("latent_dim", latent_dim)
+        self.key_dim = _checks.positive_int("key_dim", key_dim)
+        self.rotary_dim = _checks.positive_int("rotary_dim", rotary_dim)
+        self.value_dim = _checks.positive_int("value_dim", value_dim)
+        if softmax_scale is not None:
+            _checks.positive("softmax_scale", softmax_scale)
+        self.softmax_scale = float((key_dim + rotary_dim) ** -0.5 if softmax_scale is None else softmax_scale)
+        if output_gate not in (None, "head", "dim"):
+            _checks.fail("output_gate", repr(output_gate), "'head', 'dim' or None")
+        self.output_gate_of = output_gate
+        if rope_theta is None:
+            self.rotate = None
+            if rope_scaling is not None:
+                _checks.fail("rope_scaling", repr(rope_scaling), "None, as rope_theta is None")
+        else:
+            if rotary_dim % 2:
+                _checks.fail("rotary_dim", rotary_dim, "an even number, as rotation needs")
+            self.rotate = rotary(rotary_dim, _checks.positive("rope_theta", rope_theta), rope_scaling)
+        init, bias = ParamInit(dtype, param_dtype, rngs), _checks.flag("bias", bias)
+        self.dtype = init.dtype
+        queries = heads * (key_dim + rotary_dim)
+        if query_rank is None:
+            self.query_down, self.query_norm = None, None
+            self.query = init.column_parallel(width, queries)
+        else:
+            self.query_down = init.replicated(width, _checks.positive_int("query_rank", query_rank), bias=bias)
+            self.query_norm = init.norm(query_rank, epsilon)
+            self.query = init.column_parallel(query_rank, queries)
+        # side by side: the latent, and the key that all heads share
+        self.latent_down = init.replicated(width, latent_dim + rotary_dim, bias=bias)
+        self.latent_norm = init.norm(latent_dim, epsilon)
+        # side by side for each head: its key and its value
+        self.key_value = init.column_parallel(latent_dim, heads * (key_dim + value_dim))
+        gates = {None: None, "head": heads, "dim": heads * value_dim}[output_gate]
+        self.output_gate = None if gates is None else init.column_parallel(width, gates)
+        self.out = init.row_parallel(heads * value_dim, width, bias=bias)
+
+    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> LatentCache:
+        """Room for `capacity` tokens of each of `batch` sequences; `None` is the layer's `dtype` or else float32."""
+        batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
+        if dtype is None:
+            dtype = jnp.float32 if self.dtype is None else self.dtype
+        shape = (batch, capacity, self.latent_dim + self.rotary_dim)
+        return LatentCache(jnp.zeros(shape, _checks.floating_dtype("dtype", dtype)), jnp.zeros(batch, jnp.int32))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: LatentCache | None = None,
+        cu_seqlens: _checks.Borders | None = None,
+        *,
+        segment_ids: _checks.AnyArray | None = None,
+    ) -> tuple[jax.Array, LatentCache | None]:
+        """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
+
+        Args:
+            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
+            cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
+                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
+                padding: output 0, no gradient, no effect.
+            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
+                excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
+                id begins. A negative id is padding: output 0, no gradient, no effect.
+        """
+        dims = _checks.Dims(width=self.width, latent=self.latent_dim + self.rotary_dim)
+        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        if cache is None:
+            query, latent = self._projected(x, positions(x, None, sequences))
+            key, value = self._key_value(latent)
+            output = self._attend(query, key, value, **sequences.keywords)
+            return without_padding(self._finish(x, output), sequences), None
+        if together := next((name for name, each in sequences.keywords.items() if each is not None), None):
+            _checks.fail("cache", f"one together with {together}", "one of them")
+        if not isinstance(cache, LatentCache):
+            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
+        cache = LatentCache(
+            _checks.carried(dims, "cache.latent", cache.latent, "capacity latent"),
+            _checks.position(dims, "cache.position", cache.position),
+        )
+        if x.shape[1] > cache.capacity:
+            _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
+        at = positions(x, cache.position, sequences)  # [B, T]
+        query, latent = self._projected(x, at)
+        fits = (at >= 0) & (at < cache.capacity)
+        # a negative index would count from the end; one past the capacity is dropped
+        place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
+        latents = cache.latent.at[place].set(latent.astype(cache.latent.dtype), mode="drop")
+        if x.shape[1] == 1:
+            output = self._attend_to_latents(query, latents, cache.position)
+        else:
+            key, value = self._key_value(latents.astype(x.dtype))
+            # causality, counted from the first query's position, also hides the empty rest of the cache
+            output = self._attend(query, key, value, query_offset=cache.position)
+        output = self._finish(x, output)
+        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
+        return output, LatentCache(latents, cache.position + x.shape[1])
+
+    def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries `[…, T, H, key_dim + rotary_dim]`, and what is kept of each token, both rotated."""
+        down = x
+        if self.query_down is not None and self.query_norm is not None:
+            down = self.query_norm(self.query_down(x)).astype(x.dtype)
+        query = split_heads(self.query(down), self.heads)
+        latent, shared = jnp.split(self.latent_down(x), [self.latent_dim], -1)
+        latent = self.latent_norm(latent).astype(x.dtype)
+        if self.rotate is not None:
+            own, turning = jnp.split(query, [self.key_dim], -1)
+            query = jnp.concatenate([own, self.rotate(turning, at)], -1)
+            shared = self.rotate(shared[..., None, :], at)[..., 0, :]
+        return query, jnp.concatenate([latent, shared], -1)
+
+    def _key_value(self, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Every head's keys and values, `[…, L, H, ·]`."""
+        latent, shared = jnp.split(latent, [self.latent_dim], -1)
+        key, value = jnp.split(split_heads(self.key_value(latent), self.heads), [self.key_dim], -1)
+        shared = jnp.broadcast_to(shared[..., None, :], (*key.shape[:-1], self.rotary_dim))
+        return jnp.concatenate([key, shared], -1), value
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+        return flash_attention(query, key, value, causal=True, softmax_scale=self.softmax_scale, **options)
+
+    def _attend_to_latents(self, query: jax.Array, latents: jax.Array, position: jax.Array) -> jax.Array:
+        """The same for one token: `q · (W_k c) = (W_kᵀ q) · c`, and `Σ w (W_v c) = W_v (Σ w c)`."""
+        kernel = self.key_value.kernel[...].astype(query.dtype).reshape(self.latent_dim, self.heads, -1)
+        to_key, to_value = jnp.split(kernel, [self.key_dim], -1)  # [latent_dim, H, ·]
+        own, turning = jnp.split(query, [self.key_dim], -1)
+        own = jnp.einsum("bthk,chk->bthc", own, to_key, precision=jax.lax.Precision.HIGHEST)
+        query, latents = jnp.concatenate([own, turning], -1), latents.astype(query.dtype)[:, :, None]
+        output = self._attend(query, latents, latents[..., : self.latent_dim], query_offset=position)
+        return jnp.einsum("bthc,chv->bthv", output, to_value, precision=jax.lax.Precision.HIGHEST)
+
+    def _finish(self, x: jax.Array, output: jax.Array) -> jax.Array:
+        if self.output_gate is not None:
+            gate = jax.nn.sigmoid(wide(self.output_gate(x)))
+            gate = gate[..., None] if self.output_gate_of == "head" else split_heads(gate, self.heads)
+            output = (wide(output) * gate).astype(output.dtype)
+        return self.out(merge_heads(output))
+
+    @classmethod
+    def from_transformers(
+        cls,
+        weights: _weights.Weights,
+        *arguments: Any,
+        prefix: str = "",
+        interleaved: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The layer with the weights of transformers' DeepSeek V3, Kimi Linear or Ling 3, or of Kimi-K3.
+
+        `interleaved` says that dims which turn together are neighbours in the weights, as in DeepSeek V3 and Ling 3,
+        instead of half of them apart; they are put in the latter order. See `ejkernel.layers` for the other arguments.
+        """
+        layouts = _layouts(_checks.flag("interleaved", interleaved))
+        return _weights.load(cls, arguments, options, weights, prefix, layouts)
+
+
+def _halves_apart(rows: np.ndarray, dims: int) -> np.ndarray:
+    """The last `dims` of `[…, dims, columns]`: those of even number, then those of odd number."""
+    kept, turning = rows[..., :-dims, :], rows[..., -dims:, :]
+    return np.concatenate([kept, turning[..., ::2, :], turning[..., 1::2, :]], -2)
+
+
+def _of_each_head(rows: np.ndarray, layer: MultiHeadLatentAttention) -> np.ndarray:
+    by_head = rows.reshape(layer.heads, -1, rows.shape[-1])
+    return _halves_apart(by_head, layer.rotary_dim).reshape(rows.shape)
+
+
+def _layouts(interleaved: bool) -> dict[str, _weights.Sources]:
+    of_query: dict[str, Any] = {"rows": _of_each_head} if interleaved else {}
+    sources = {
+        **_weights.linears(query_down="q_a_proj", latent_down="kv_a_proj_with_mqa", key_value="kv_b_proj"),
+        **_weights.linears(output_gate="g_proj", out="o_proj"),
+        **_weights.copies({"query_norm.scale": "q_a_layernorm.weight", "latent_norm.scale": "kv_a_layernorm.weight"}),
+        "query.kernel": _weights.linear("q_b_proj", **of_query),
+    }
+    if interleaved:
+        sources["latent_down.kernel"] = _weights.linear(
+            "kv_a_proj_with_mqa", rows=lambda x, layer: _halves_apart(x, layer.rotary_dim)
+        )
+        sources["latent_down.bias"] = _weights.Source(
+            ["kv_a_proj_with_mqa.bias"], convert=lambda x, layer: _halves_apart(x[:, None], layer.rotary_dim)[:, 0]
+        )
+    direct = sources | {"query.kernel": _weights.linear("q_proj", **of_query)}
+    return {
+        "transformers' DeepseekV3Attention": sources,
+        "transformers' DeepseekV3Attention without q_lora_rank": direct,
+        "Ling's latent attention": direct | _weights.linears(out="dense"),
+    }
