@@ -19,6 +19,7 @@ BENCHMARKS = (
     "delta_rule",
     "flash_attention",
     "gpu_attention",
+    "gpu_convolution",
     "gpu_delta_rule",
     "gpu_linear_recurrence",
     "linear_recurrence",

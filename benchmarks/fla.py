@@ -97,7 +97,13 @@ def program(op: Op, inputs: Arrays, cotangent: jax.Array | None) -> Program:
     )
 
 
-PEER = Peer("fla", "flash-linear-attention, on PyTorch", missing, lambda op: op.core != "softmax", program)
+PEER = Peer(
+    "fla",
+    "flash-linear-attention, on PyTorch",
+    missing,
+    lambda op: op.fla is not None or op.core == "linear recurrence",
+    program,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

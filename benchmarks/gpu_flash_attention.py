@@ -42,6 +42,7 @@ class Work:
     Dv: int = 0
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()  # lengths of the sequences in every row
     sinks: int = 0
     bias: str = ""  # of "pairs", or of "keys", the same for all queries
     bias_dtype: str = "bfloat16"
@@ -87,6 +88,9 @@ WORKS = [
     replace(CAUSAL, name="sinks", sinks=1, bars=(0.72, 2.7)),
     STREAM,
     replace(STREAM, name="packed, ragged", lengths=ragged(32, 16384), bars=(0.21, 0.78)),
+    # the same sequences as rows with ids and as one stream: the first is to take at most 1.1 times the second
+    Work("segments", B=8, segments=ragged(8, 4096)),
+    Work("segments, packed", B=1, S=8 * 4096, lengths=8 * ragged(8, 4096)),
     Work("D192 Dv128", B=2, D=192, Dv=128, bars=(0.55, 2.8)),
     replace(CAUSAL, name="window", options=WINDOW, bars=(0.36, 1.3), forced=False),
     DECODE,
@@ -134,6 +138,9 @@ def inputs(work: Work, seed: int) -> dict[str, Any]:
     tokens = work.L or work.S
     if work.lengths:
         found["cu_seqlens"] = jnp.asarray(np.cumsum([0, *work.lengths]), jnp.int32)
+    if work.segments:
+        ids = np.repeat(np.arange(len(work.segments)), work.segments)
+        found["segment_ids"] = jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (work.B, work.S))
     if work.decodes or work.offset:
         found["query_offset"] = jnp.full((work.B,), tokens - work.S, jnp.int32)
     if work.sinks:
@@ -250,8 +257,9 @@ def flex(work: Work) -> list[dict[str, Any]]:
     with_lse = work.options.get("return_lse", False)
     keys, device = work.L or work.S, {"device": "cuda"}
     owner = kept = added = None
-    if work.lengths:
-        owner = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).cuda()
+    if work.lengths or work.segments:
+        lengths = work.lengths or work.segments
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
     if work.mask:
         kept = torch.rand(work.B, work.S if work.mask == "pairs" else 1, keys, **device) < 0.8
     if work.bias:

@@ -50,6 +50,7 @@ def _call(what: str, arrays: list[Any] | None = None, **options: Any) -> Row:
 
 
 BORDERS = _array(4, dtype=jnp.int32)
+SEGMENTS = _array(B, T, dtype=jnp.int32)
 
 
 def _recurrence(gate: tuple[int, ...] | None = None, **options: Any) -> Iterator[Row]:
@@ -114,6 +115,7 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("`causal` and `sliding_window`", causal=True, sliding_window=256)
     yield _call("`sliding_window` alone", sliding_window=256)
     yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS)
+    yield _call("rows of sequences: `segment_ids`", segment_ids=SEGMENTS)
     yield _call("grouped heads", _qkv(Hkv=2))
     yield _call("`D` above 128", _qkv(K=192))
     yield _call("`D` above 256", _qkv(K=320))
@@ -133,6 +135,22 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("dropout", dropout_rng=jax.random.key(0), **dropout)
 
 
+def _convolution() -> Iterator[Row]:
+    weight = _float32(4, H * D)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        yield _call(jnp.dtype(dtype).name, [_array(B, T, H * D, dtype=dtype), weight])
+    x = _array(B, T, H * D)
+    ids = _array(B, T, dtype=jnp.int32)
+    state = _array(B, 3, H * D)
+    yield _call("`bias`, `activation`", [x, weight, _float32(H * D), "silu"])
+    yield _call("`initial_state`", [x, weight], initial_state=state)
+    yield _call("packed: `cu_seqlens`", [x, weight], cu_seqlens=BORDERS)
+    yield _call("`segment_ids`", [x, weight], segment_ids=ids)
+    yield _call("`W` above 8", [x, _float32(9, H * D)])
+    one = _array(B, 1, H * D)
+    yield _call("one token (decoding)", [one, weight], initial_state=state)
+
+
 def _calls(op: Op) -> Iterator[Row]:
     """The calls of an op's table: those that its core's ops share, with its gates."""
     gate = {"BTH": (), "BTHK": (D,)}.get(op.gates.get("g", ""))
@@ -143,11 +161,41 @@ def _calls(op: Op) -> Iterator[Row]:
     return _recurrence(gate, **op.options)
 
 
+def _paged_attention() -> Iterator[Row]:
+    _, _, _, pages, table, lengths, borders = OPS["paged_attention"].own_call or ()
+
+    def call(
+        what: str, key_dim: int = D, value_dim: int | None = None, **options: Any
+    ) -> Row:
+        latent = value_dim is not None
+        cached = _array(*pages.key.shape[:2], 1 if latent else 8, key_dim)
+        new = _array(64, cached.shape[2], key_dim)
+        cache = ejkernel.PagedCache(cached, None if latent else cached)
+        query = _array(64, H, key_dim)
+        options |= {"value_dim": value_dim} if latent else {}
+        return _call(
+            what,
+            [query, new, None if latent else new, cache, table, lengths, borders],
+            **options,
+        )
+
+    yield call("bfloat16")
+    yield call("`sliding_window`", sliding_window=1024)
+    yield call(
+        "`softmax_aux`, `logits_soft_cap`",
+        softmax_aux=_array(H, 1),
+        logits_soft_cap=30.0,
+    )
+    yield call("latent pages, 576 and 512 dims", 576, 512)
+
+
 # ops whose tables have calls of their own
 CALLS = {
     "recurrent": _recurrent,
+    "causal_conv1d": _convolution,
     "attention": lambda: iter([_call("every call")]),
     "flash_attention": _flash_attention,
+    "paged_attention": _paged_attention,
 }
 
 

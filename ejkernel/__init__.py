@@ -9,6 +9,7 @@ from ejkernel._dispatch import PlatformError, SlowerImplementationWarning, expla
 from ejkernel._mesh import GatheredWarning
 from ejkernel._version import __version__ as __version__
 from ejkernel.attention import attention, flash_attention
+from ejkernel.convolution import causal_conv1d
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.linear_attention import (
     lightning_attn,
@@ -18,15 +19,18 @@ from ejkernel.linear_attention import (
     retention,
     simple_gla,
 )
+from ejkernel.paged_attention import PagedCache, paged_attention
 
 if TYPE_CHECKING:
     from ejkernel import parallel
 
 __all__ = [
     "GatheredWarning",
+    "PagedCache",
     "PlatformError",
     "SlowerImplementationWarning",
     "attention",
+    "causal_conv1d",
     "debug",
     "delta_rule",
     "explain",
@@ -35,6 +39,7 @@ __all__ = [
     "kda",
     "lightning_attn",
     "linear_attention",
+    "paged_attention",
     "parallel",
     "recurrent",
     "recurrent_gla",

@@ -3,17 +3,19 @@
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _checks, _sharding
 from ejkernel.kernels.chunks.call import Call
 
+Arrays = _checks.LinearAttention | _checks.DeltaRule
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 def recurrence(
     kind: type[AnyCall],
-    arrays: _checks.LinearAttention | _checks.DeltaRule,
+    arrays: Arrays,
     query: jax.Array,
     softmax_scale: float | _checks.AnyArray | None,
     reverse: bool,
@@ -28,7 +30,8 @@ def recurrence(
     scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
     if isinstance(scale, jax.Array):
         # perhaps traced: the output is linear in the query too
-        query, scale = query.astype(arrays.state_dtype) * scale.astype(arrays.state_dtype), 1.0
+        query = without_padding(arrays, query).astype(arrays.state_dtype)
+        query, scale = query * scale.astype(arrays.state_dtype), 1.0
     state = arrays.initial_state
     if state is not None and state.ndim == 3:
         state = _sharding.broadcast_rows(state, (arrays.sequences, *state.shape), arrays.query)
@@ -40,9 +43,25 @@ def recurrence(
         value_dim=arrays.value.shape[-1],
         sequences=arrays.sequences,
         packed=arrays.cu_seqlens is not None,
+        segmented=arrays.segment_ids is not None,
         scale=scale,
         reverse=_checks.flag("reverse", reverse),
         dtype=np.dtype(arrays.query.dtype),
         **facts,
     )
     return call, query, state
+
+
+def sequences(arrays: Arrays) -> jax.Array | None:
+    """Where sequences lie: `cu_seqlens` or `segment_ids`, of which there is at most one."""
+    return arrays.cu_seqlens if arrays.segment_ids is None else arrays.segment_ids
+
+
+def without_padding(arrays: Arrays, x: jax.Array) -> jax.Array:
+    """`x [B, T, heads, dim]` with 0 for tokens whose ids say that they are padding.
+
+    For what is multiplied before a core selects its tokens: padding may be NaN, and must have no gradient.
+    """
+    if arrays.segment_ids is None:
+        return x
+    return jnp.where(arrays.segment_ids[:, :, None, None] >= 0, x, 0)

@@ -85,9 +85,12 @@ def _problems(arrays: Mapping[str, np.ndarray], whole: bool) -> Iterator[str]:
             if missing.any():
                 place = ", ".join(map(str, np.argwhere(missing)[0]))
                 yield f"{name}: got NaN in {missing.sum()} of {x.size} values, the first at [{place}]; expected none"
-    for name, tokens in (("cu_seqlens", "query"), ("cu_seqlens_kv", "key")):
+    # the convolution's tokens have no heads
+    tokens = arrays["query"].shape[-3:-2] if "query" in arrays else arrays["x"].shape[-2:-1] if "x" in arrays else ()
+    keys = arrays["key"].shape[-3:-2] if "key" in arrays else ()
+    for name, count in (("cu_seqlens", tokens), ("cu_seqlens_kv", keys)):
         if name in arrays:
-            yield from _border_problems(name, arrays[name], arrays[tokens].shape[-3] if whole else None)
+            yield from _border_problems(name, arrays[name], count[0] if whole else None)
     gates = {name: arrays[name] for name in GATES if name in arrays and arrays[name].size}
     beta = arrays.get("beta")
     if "g" in gates and beta is not None and beta.size and (gates["g"] > 0).all() and (beta <= 0).all():

@@ -24,7 +24,10 @@ class SlowerImplementationWarning(UserWarning):
 
 
 # what the lowering finds out by itself where it is not known before
-NOT_SPLIT = "XLA cannot split its kernels over several devices; inside jax.shard_map each device runs them on its part"
+NOT_SPLIT = (
+    "XLA cannot split its kernels over several devices; on a mesh with Explicit axes, or inside jax.shard_map, each "
+    "device runs them on its part"
+)
 
 
 @dataclass(frozen=True)

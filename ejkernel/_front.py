@@ -35,6 +35,7 @@ CALLED = {
     "return_softmax_lse": ("return_lse",),
     "return_attn_probs": ("return_lse",),
     "block_size": ("block_sizes",),
+    "seq_idx": ("segment_ids",),
     "cu_seqlens_q": ("cu_seqlens",),
     "cu_seqlens_k": ("cu_seqlens_kv", "cu_seqlens"),
     "query_offsets": ("query_offset",),
@@ -52,19 +53,17 @@ CALLED = {
 
 # Words that no argument of the op stands for, and what to do instead.
 INSTEAD = {
-    **dict.fromkeys(
-        ("mask", "attn_mask", "attention_mask"), "pack the sequences with 'cu_seqlens' to leave padding out"
-    ),
+    **dict.fromkeys(("mask", "attn_mask", "attention_mask"), "padding is what has a negative id in 'segment_ids'"),
     **dict.fromkeys(("causal", "is_causal"), "a recurrence is causal; 'reverse' visits the tokens last to first"),
     "output_final_state": "the final state is always returned, after the output",
     "head_first": "arrays are [B, T, H, D], heads after time",
     "enable_gqa": "key and value may have fewer heads than the query, without being asked to",
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "not needed: 'cu_seqlens' says it all"),
+    **dict.fromkeys(("segment_ids", "seq_idx"), "ejkernel.flash_attention takes rows of several sequences"),
     **dict.fromkeys(
-        ("segment_ids", "seq_idx"), "xla_utils.prepare_cu_seqlens_from_segment_ids makes 'cu_seqlens' of it"
+        ("query_seq_lengths", "key_value_seq_lengths"),
+        "padding is what has a negative id in 'segment_ids', or pack the sequences with 'cu_seqlens'",
     ),
-    "query_seq_lengths": "pack the sequences with 'cu_seqlens', or mask their padding",
-    "key_value_seq_lengths": "pack the sequences with 'cu_seqlens', or mask their padding",
     "alibi_slopes": "give what they make as 'bias'",
     "chunk_size": "the library chooses it",
     "use_qk_l2norm_in_kernel": "normalize query and key before the call",

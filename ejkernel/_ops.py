@@ -10,8 +10,11 @@ import numpy as np
 
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import attention, flash_attention
+from ejkernel.convolution import causal_conv1d
 from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
+from ejkernel.kernels.attention.paged import PAGED_ATTENTION
+from ejkernel.kernels.convolution import IMPLEMENTATIONS as CONVOLUTION
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS as DELTA_RULE
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS as LINEAR_RECURRENCE
 from ejkernel.linear_attention import (
@@ -22,11 +25,18 @@ from ejkernel.linear_attention import (
     retention,
     simple_gla,
 )
+from ejkernel.paged_attention import PagedCache, paged_attention
 
 # How people call the implementations and the devices they are for; `None` is every device.
 NAMES = {"xla": "XLA", "triton": "Triton", "cudnn": "cuDNN", "pallas": "Pallas", "splash": "splash"}
 DEVICES = {None: "anything", "cuda": "NVIDIA GPUs", "tpu": "TPUs"}
-CORES = {"linear recurrence": LINEAR_RECURRENCE, "delta rule": DELTA_RULE, "softmax": FLASH_ATTENTION}
+CORES = {
+    "linear recurrence": LINEAR_RECURRENCE,
+    "delta rule": DELTA_RULE,
+    "softmax": FLASH_ATTENTION,
+    "convolution": CONVOLUTION,
+}
+TAPS = 4  # of the convolution, as published layers have it
 
 
 @dataclass(frozen=True)
@@ -43,16 +53,19 @@ class Op:
         fla: The function of flash-linear-attention that computes the same, as `module:name`.
         benchmark_gates: The gates that benchmarks give it, if not `gates`.
         own_implementations: Those of this op alone, if not its core's.
+        own_call: Arguments of an ordinary call, as shapes, if not query, key, value and gates. Such an op is neither
+            timed by `ejkernel bench` nor checked by `ejkernel check`.
     """
 
     function: Callable[..., Any]
-    core: Literal["linear recurrence", "delta rule", "softmax"] = "linear recurrence"
+    core: Literal["linear recurrence", "delta rule", "softmax", "convolution"] = "linear recurrence"
     gates: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     log_decay: Callable[[int], np.ndarray] | None = None
     fla: str | None = None
     benchmark_gates: Mapping[str, str] | None = None
     own_implementations: tuple[Implementation, ...] | None = None
+    own_call: tuple[Any, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -65,8 +78,20 @@ class Op:
 
     def output(self, **arrays: jax.Array) -> jax.Array:
         """The output alone of an ordinary call on these arrays."""
-        results = self.function(**arrays, **self.options)
+        results = self.results(arrays)
         return results[0] if isinstance(results, tuple) else results
+
+    def results(self, arrays: Mapping[str, jax.Array], **options: Any) -> Any:
+        """What an ordinary call on these arrays returns; `options` are more of its arguments.
+
+        The convolution's channels are split into heads here, `x [B, T, H, K]` and `weight [1, W, H, K]`, so that it is
+        measured and checked as the others are.
+        """
+        if self.core != "convolution":
+            return self.function(**arrays, **self.options, **options)
+        x, weight = (each.reshape(*each.shape[:2], -1) for each in (arrays["x"], arrays["weight"]))
+        results = self.function(x, weight[0], **self.options, **options)
+        return tuple(each.reshape(*each.shape[:2], *arrays["x"].shape[2:]) for each in results)
 
     def runs_on(self) -> str:
         """Where it runs and by what, for people: `anything (XLA), NVIDIA GPUs (Triton)`."""
@@ -78,13 +103,27 @@ class Op:
 
     def ordinary_call(self) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of a call of ordinary size, as shapes."""
+        if self.own_call is not None:
+            return list(self.own_call), dict(self.options)
         sizes = {"B": 1, "T": 1024, "H": 8, "K": 64}
         x = jax.ShapeDtypeStruct(tuple(sizes.values()), jnp.bfloat16)
+        if self.core == "convolution":
+            B, T, H, K = x.shape
+            weight = jax.ShapeDtypeStruct((TAPS, H * K), jnp.float32)
+            return [jax.ShapeDtypeStruct((B, T, H * K), x.dtype), weight], dict(self.options)
         gates = {
             name: jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), jnp.float32)
             for name, dims in self.gates.items()
         }
         return [x, x, x], {**self.options, **gates}
+
+
+def _paged_call() -> tuple[Any, ...]:
+    """64 single tokens of sequences that have up to 4096 in pages of 64."""
+    query, new = (jax.ShapeDtypeStruct((64, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    pages: Any = jax.ShapeDtypeStruct((4096, 64, 8, 128), jnp.bfloat16)
+    table, lengths, borders = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 64), (64,), (65,)))
+    return query, new, new, PagedCache(pages, pages), table, lengths, borders
 
 
 HEAD_GATE, KEY_GATE, BETA = {"g": "BTH"}, {"g": "BTHK"}, {"beta": "BTH"}
@@ -116,8 +155,12 @@ OPS = {
         Op(kda, "delta rule", gates=KEY_GATE | BETA, fla="fla.ops.kda:chunk_kda"),
         Op(flash_attention, "softmax", options={"causal": True}),
         Op(attention, "softmax", options={"causal": True, "dtype": None}, own_implementations=ATTENTION),
+        Op(causal_conv1d, "convolution", options={"activation": "silu"}),
+        Op(paged_attention, "softmax", own_implementations=PAGED_ATTENTION, own_call=_paged_call()),
     )
 }
+# those that take query, key, value and gates: what is timed, checked and differentiated by their names
+COMMON = {name: op for name, op in OPS.items() if op.own_call is None}
 
 
 def platform_table() -> str:

@@ -20,6 +20,7 @@ from ejkernel._dispatch import dispatch
 from ejkernel._front import public
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
 from ejkernel.kernels.attention.call import Call, common_dtype
+from ejkernel.kernels.attention.dropout import words as dropout_words
 
 __all__ = ["attention", "flash_attention"]
 
@@ -148,6 +149,8 @@ def flash_attention(
     cu_seqlens: Borders | None = None,
     cu_seqlens_kv: Borders | None = None,
     query_offset: int | Int[AnyArray, "*rows"] = 0,
+    segment_ids: Int[AnyArray, "B S"] | None = None,
+    segment_ids_kv: Int[AnyArray, "B L"] | None = None,
     return_lse: Literal[False] = False,
     block_sizes: tuple[int, int] | None = None,
     platform: str | None = None,
@@ -174,6 +177,8 @@ def flash_attention(
     cu_seqlens: Borders | None = None,
     cu_seqlens_kv: Borders | None = None,
     query_offset: int | Int[AnyArray, "*rows"] = 0,
+    segment_ids: Int[AnyArray, "B S"] | None = None,
+    segment_ids_kv: Int[AnyArray, "B L"] | None = None,
     return_lse: Literal[True],
     block_sizes: tuple[int, int] | None = None,
     platform: str | None = None,
@@ -202,6 +207,8 @@ def flash_attention(
     cu_seqlens: Borders | None = None,
     cu_seqlens_kv: Borders | None = None,
     query_offset: int | Int[AnyArray, "*rows"] = 0,
+    segment_ids: Int[AnyArray, "B S"] | None = None,
+    segment_ids_kv: Int[AnyArray, "B L"] | None = None,
     return_lse: bool = False,
     block_sizes: tuple[int, int] | None = None,
     platform: str | None = None,
@@ -214,7 +221,8 @@ def flash_attention(
     causality, the window or packing put out of sight cost nothing, or little with few queries on a CPU. Gradients
     recompute the scores; nothing of size `S × L` exists forward or backward but a mask or a bias given as one.
 
-    A NaN or inf in one row or packed sequence never reaches another.
+    Rows of several sequences come with `segment_ids`, or flattened with `cu_seqlens`. A NaN or inf in one row or
+    sequence, or in padding, never reaches another.
 
     Args:
         query: `[B, S, H, D]`. Packed, `[1, S, H, D]` or `[S, H, D]`.
@@ -247,6 +255,10 @@ def flash_attention(
         cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.
         query_offset: Where the first query stands among the keys, counted from 0, for `causal` and `sliding_window`:
             what came before in decoding or chunked prefill. One int, or one for each row or packed sequence.
+        segment_ids: Integers `[B, S]`, which sequence of its row each token belongs to: a query attends to keys that
+            have its id, wherever in the row, and `causal`, windows, masks and biases count positions in the row as
+            ever. A negative id is padding: output 0, no gradient, no effect. Not beside `cu_seqlens`.
+        segment_ids_kv: `[B, L]`, the same for keys and values; `None` means as `segment_ids`, which then needs `S = L`.
         return_lse: Return the log of the softmax's denominator too.
         block_sizes: How many queries and how many keys XLA takes at a time; `None` leaves it to the library.
         platform: Forces an implementation: `"xla"`, `"triton"`, `"cudnn"`, `"splash"`.
@@ -258,7 +270,8 @@ def flash_attention(
 
     Raises:
         ValueError: As in `attention`, or a `cu_seqlens` or `cu_seqlens_kv` that does not start at 0, decreases or ends
-            past its tokens, if its values are known when tracing.
+            past its tokens, if its values are known when tracing; `segment_ids` beside `cu_seqlens`, of another shape
+            than the tokens', or none for keys where `S` is not `L`.
         TypeError: As in `attention`.
         NotImplementedError: As in `attention`.
         PlatformError: The implementation that `platform` names cannot serve the call.
@@ -273,6 +286,8 @@ def flash_attention(
         >>> packed.shape, bool(jnp.allclose(packed[3:], alone[0], atol=1e-6))
         ((9, 4, 8), True)
     """
+    if cu_seqlens is not None:
+        _checks.no_segments(segment_ids, segment_ids_kv)
     borders, borders_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv)
     unbatched = borders is not None and query.ndim == 3
     if unbatched:
@@ -289,15 +304,19 @@ def flash_attention(
     _checks.known_size("key", call.keys, "tokens")
     sequences = None if borders is None else _checks.known_size("cu_seqlens", borders.shape[0] - 1, "sequences")
     offset = _checks.query_offset(query_offset, call.batch if sequences is None else sequences)
+    dims = _checks.Dims(B=call.batch, S=call.queries, L=call.keys)
+    ids, ids_kv = _checks.attention_segments(dims, segment_ids, segment_ids_kv)
     call = replace(
         call,
         sequences=sequences,
         separate=cu_seqlens_kv is not None,
         offset=offset is not None,
+        segment_ids=ids is not None,
+        segment_ids_kv=segment_ids_kv is not None,
         return_lse=_checks.flag("return_lse", return_lse),
         block_sizes=None if block_sizes is None else _checks.block_sizes(block_sizes),
     )
-    results = dispatch(FLASH_ATTENTION, call, *arrays, borders, borders_kv, offset, platform=platform)
+    results = dispatch(FLASH_ATTENTION, call, *arrays, borders, borders_kv, offset, ids, ids_kv, platform=platform)
     return jax.tree.map(lambda x: x[0], results) if unbatched else results
 
 
@@ -338,10 +357,7 @@ def _bind(
         key_dtype=np.dtype(key.dtype),
         value_dtype=np.dtype(value.dtype),
         scale=max(dims["D"], 1) ** -0.5 if scale is None else _checks.real("softmax_scale", scale),
-        # beyond these a cap bends nothing, or everything, and float32 might have no number for a quotient by it
-        soft_cap=None
-        if soft_cap is None
-        else min(max(_checks.positive("logits_soft_cap", soft_cap), 2.0**-100), 2.0**100),
+        soft_cap=_checks.soft_cap(soft_cap),
         left=left,
         right=0 if _checks.flag("causal", causal) else right,
         mask_shape=None if mask is None else mask.shape,
@@ -352,7 +368,8 @@ def _bind(
         dtype=results_dtype,
         softmax_dtype=wide if softmax_dtype is None else _checks.floating_dtype("softmax_dtype", softmax_dtype),
     )
-    return call, (query, key, value, mask, bias, sinks, dropout_key)
+    words = None if dropout_key is None else dropout_words(dropout_key)
+    return call, (query, key, value, mask, bias, sinks, words)
 
 
 def _mask_and_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:

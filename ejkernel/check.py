@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel._checked import remember
 from ejkernel._command_line import no_device, whole
 from ejkernel._dispatch import PlatformError, _default_platform
-from ejkernel._ops import OPS, Op
+from ejkernel._ops import COMMON, Op
 from ejkernel.bench import exact
 from ejkernel.bench.calls import Arrays, Shape, cotangent, inputs
 
@@ -75,7 +75,7 @@ def rows(platform: str) -> Iterator[Row]:
     wide = ["float32", *(["float64"] if jnp.zeros(()).dtype == jnp.float64 else [])]
     for dtype in ("bfloat16", *wide):
         shape, borders = (Shape(*EVEN, dtype), None) if dtype == "bfloat16" else (Shape(*ODD, dtype), BORDERS)
-        for op in OPS.values():
+        for op in COMMON.values():
             for each in op.implementations:
                 if platform in (each.devices or (platform,)):
                     # this one takes no packed sequences
@@ -104,7 +104,7 @@ def _results(row: Row, arrays: Arrays, upstream: jax.Array) -> dict[str, np.ndar
     @jax.jit
     def run(arrays: Arrays, upstream: jax.Array) -> dict[str, jax.Array]:
         def output(arrays: Arrays) -> tuple[jax.Array, Any]:
-            results = row.op.function(**arrays, **row.op.options, **packed, platform=row.platform)
+            results = row.op.results(arrays, **packed, platform=row.platform)
             return results if isinstance(results, tuple) else (results, None)
 
         (first, pull, second) = jax.vjp(output, arrays, has_aux=True)

@@ -3,14 +3,16 @@
 # aliases are shown by their names, not spelled out
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
-from ejkernel import _bind, _checks
+from ejkernel import _bind, _checks, _pools
 from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
 from ejkernel._front import public
 from ejkernel._normalization import normalized
-from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
+from ejkernel.kernels.delta_rule import IMPLEMENTATIONS, POOLED
 from ejkernel.kernels.delta_rule.call import Call, Decay
 
 Result = tuple[jax.Array, jax.Array]
@@ -27,8 +29,13 @@ def delta_rule(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     normalize: bool = False,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention whose memory is corrected rather than added to, as in DeltaNet.
 
@@ -50,8 +57,20 @@ def delta_rule(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -71,7 +90,8 @@ def delta_rule(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    arrays = _checks.delta_rule(query, key, value, beta, None, "", initial_state, cu_seqlens)
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    arrays = _checks.delta_rule(query, key, value, beta, None, "", initial_state, cu_seqlens, segment_ids)
     return _run(arrays, "none", softmax_scale, reverse, normalize, platform)
 
 
@@ -87,8 +107,13 @@ def gated_delta_rule(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     normalize: bool = False,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """The delta rule with a memory that each token may fade, head by head, as in Gated DeltaNet.
 
@@ -112,8 +137,20 @@ def gated_delta_rule(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -125,7 +162,8 @@ def gated_delta_rule(
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8), -0.1)
         >>> output, state = gated_delta_rule(query, key, value, g, beta, normalize=True)
     """
-    arrays = _checks.delta_rule(query, key, value, beta, g, "H", initial_state, cu_seqlens)
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    arrays = _checks.delta_rule(query, key, value, beta, g, "H", initial_state, cu_seqlens, segment_ids)
     return _run(arrays, "head", softmax_scale, reverse, normalize, platform)
 
 
@@ -141,8 +179,13 @@ def kda(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     normalize: bool = False,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """The delta rule with a memory that each token may fade, key dim by key dim, as in Kimi Delta Attention.
 
@@ -165,8 +208,20 @@ def kda(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -178,7 +233,8 @@ def kda(
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8, 64), -0.1)
         >>> output, state = kda(query, key, value, g, beta, normalize=True)
     """
-    arrays = _checks.delta_rule(query, key, value, beta, g, "H K", initial_state, cu_seqlens)
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    arrays = _checks.delta_rule(query, key, value, beta, g, "H K", initial_state, cu_seqlens, segment_ids)
     return _run(arrays, "key", softmax_scale, reverse, normalize, platform)
 
 
@@ -190,6 +246,9 @@ def _run(
     normalize: bool,
     platform: str | None,
 ) -> Result:
+    if _pools.is_pooled(arrays):
+        options = decay, softmax_scale, reverse, normalize
+        return _pools.run(POOLED, arrays, lambda arrays: bind(arrays, *options, _pools.normalized_apart), platform)
     call, operands = bind(arrays, decay, softmax_scale, reverse, normalize)
     output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
     return (output[0] if arrays.unbatched else output), final_state
@@ -201,10 +260,13 @@ def bind(
     softmax_scale: float | AnyArray | None,
     reverse: bool,
     normalize: bool,
+    normalized: Callable[[jax.Array, float], jax.Array] = normalized,
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
     """What the cores are called with."""
     query, key = arrays.query, arrays.key
     if _checks.flag("normalize", normalize):
-        query, key = (normalized(x.astype(arrays.state_dtype), 1e-6) for x in (query, key))
+        query, key = (
+            normalized(_bind.without_padding(arrays, x).astype(arrays.state_dtype), 1e-6) for x in (query, key)
+        )
     call, query, state = _bind.recurrence(Call, arrays, query, softmax_scale, reverse, decay=decay)
-    return call, (query, key, arrays.value, arrays.beta, arrays.g, state, arrays.cu_seqlens)
+    return call, (query, key, arrays.value, arrays.beta, arrays.g, state, _bind.sequences(arrays))

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _bind, _checks, _sharding
+from ejkernel import _bind, _checks, _pools, _sharding
 from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import dispatch
 from ejkernel._front import public
-from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, POOLED
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
@@ -33,7 +33,12 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention with a memory that every token may fade, head by head and dim by dim.
 
@@ -59,7 +64,19 @@ def recurrent(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -67,7 +84,7 @@ def recurrent(
 
     Raises:
         ValueError: Ranks or sizes that do not fit together; a packed batch other than 1; a `cu_seqlens` that does not
-            start at 0, decreases or ends past `T`, if its values are known when tracing.
+            start at 0, decreases or ends past `T`, if its values are known when tracing; `segment_ids` beside it.
         TypeError: An array that is not of a floating dtype, or a `reverse` that is not known when tracing.
         PlatformError: The implementation that `platform` names cannot serve the call.
 
@@ -85,8 +102,9 @@ def recurrent(
         >>> output.shape, states.shape
         ((150, 8, 64), (3, 8, 64, 64))
     """
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
     gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, **gates)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, **gates)
 
 
 def _run(
@@ -97,11 +115,15 @@ def _run(
     initial_state: AnyArray | None,
     reverse: bool,
     cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
     platform: str | None,
     **gates: AnyArray | None,
 ) -> Result:
     """`recurrent` with these of its gates."""
-    arrays = _checks.linear_attention(query, key, value, initial_state=initial_state, borders=cu_seqlens, **gates)
+    sequences = {"borders": cu_seqlens, "segment_ids": segment_ids}
+    arrays = _checks.linear_attention(query, key, value, initial_state=initial_state, **sequences, **gates)
+    if _pools.is_pooled(arrays):
+        return _pools.run(POOLED, arrays, lambda arrays: bind(arrays, softmax_scale, reverse), platform)
     call, operands = bind(arrays, softmax_scale, reverse)
     output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
     return (output[0] if arrays.unbatched else output), final_state
@@ -117,7 +139,7 @@ def bind(
         gv = jnp.broadcast_to(gv, (*gv.shape[:-1], value.shape[-1]))
     facts = {"decay": decay, "value_decay": gv is not None}
     call, query, state = _bind.recurrence(Call, arrays, arrays.query, softmax_scale, reverse, **facts)
-    return call, (query, arrays.key, value, log_decay, gv, state, arrays.cu_seqlens)
+    return call, (query, arrays.key, value, log_decay, gv, state, _bind.sequences(arrays))
 
 
 def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:
@@ -158,7 +180,12 @@ def recurrent_gla(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Gated linear attention: each token says how much every key dim forgets.
 
@@ -181,7 +208,19 @@ def recurrent_gla(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -192,8 +231,9 @@ def recurrent_gla(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = recurrent_gla(query, key, value, g=jnp.full((2, 100, 8, 64), -0.1))
     """
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
     gates = {"g": g, "g_gamma": g_gamma}
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, **gates)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, **gates)
 
 
 @public
@@ -207,7 +247,12 @@ def simple_gla(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention in which each token says how much every head forgets, as in Mamba-2.
 
@@ -229,7 +274,19 @@ def simple_gla(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -240,8 +297,9 @@ def simple_gla(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = simple_gla(query, key, value, g=jnp.full((2, 100, 8), -0.1))
     """
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
     g = _checks.gate_per_head(g, query, key, value)
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g=g)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, g=g)
 
 
 @public
@@ -254,7 +312,12 @@ def retention(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention whose memory fades at a fixed rate per head, from 1/32 a token down.
 
@@ -274,7 +337,19 @@ def retention(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -285,8 +360,10 @@ def retention(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = retention(query, key, value)
     """
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
     g_gamma = retention_decay(query, key, value)
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g_gamma=g_gamma)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform
+    return _run(query, key, value, *options, g_gamma=g_gamma)
 
 
 def retention_decay(query: AnyArray, key: AnyArray, value: AnyArray) -> jax.Array:
@@ -307,7 +384,12 @@ def lightning_attn(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention whose memory fades faster in later heads and in earlier layers.
 
@@ -332,7 +414,19 @@ def lightning_attn(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -343,8 +437,10 @@ def lightning_attn(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = lightning_attn(query, key, value, layer_idx=3, num_layers=12)
     """
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
     g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform, g_gamma=g_gamma)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform
+    return _run(query, key, value, *options, g_gamma=g_gamma)
 
 
 def lightning_decay(
@@ -367,7 +463,12 @@ def linear_attention(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     platform: str | None = None,
+    states: AnyArray | None = None,
+    reads: AnyArray | None = None,
+    writes: AnyArray | None = None,
+    at: AnyArray | None = None,
 ) -> Result:
     """Linear attention that forgets nothing.
 
@@ -387,7 +488,19 @@ def linear_attention(
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
+        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
+            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
+            a call is not differentiable.
+        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
+            All reads come before all writes.
+        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
+            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
+        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
+            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -398,4 +511,5 @@ def linear_attention(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = linear_attention(query, key, value)
     """
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, platform)
+    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform)

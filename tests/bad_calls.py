@@ -83,8 +83,53 @@ LINEAR = [
     ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2"),
     ({"softmax_scale": [1.0]}, TypeError, "softmax_scale: got list; expected a number"),
 ]
+POOL = {"states": ones(3, 4, 8, 8), "reads": np.array([0, -1]), "writes": np.array([1, 2])}
+WRITES = np.array([[0, 1], [1, 2]])
+POOLS = [
+    ({"states": POOL["states"]}, ValueError, "reads: got None; expected a slot of states, or -1"),
+    (POOL | {"writes": None}, ValueError, "writes: got None; expected a slot of states, or -1"),
+    ({"reads": POOL["reads"]}, ValueError, "reads: got slots without a pool; expected states= beside it"),
+    ({"at": WRITES}, ValueError, "at: got tokens without a pool; expected states= beside it"),
+    (POOL | {"initial_state": ones(2, 4, 8, 8)}, ValueError, "initial_state: got an array beside states"),
+    (POOL | {"reverse": True}, ValueError, "reverse: got True; expected False, as states= is given"),
+    (POOL | {"segment_ids": np.zeros((2, 6), np.int32)}, ValueError, "segment_ids: got ids beside states"),
+    (POOL | {"states": ones(3, 4, 8, 7)}, ValueError, r"states: got shape .*; expected \[slots, H, K, V\] with .*V=8"),
+    (
+        POOL | {"states": ones(3, 4, 8, 8, dtype=int)},
+        TypeError,
+        "states: got dtype int.*; expected float32 or bfloat16",
+    ),
+    (POOL | {"states": ones(3, 4, 8, 8, dtype=np.float16)}, TypeError, "states: got dtype float16; expected float32"),
+    (POOL | {"reads": np.array([0])}, ValueError, r"reads: got shape \(1,\); expected \[B\] with B=2"),
+    (POOL | {"reads": ones(2)}, TypeError, "reads: got dtype float32; expected an integer dtype"),
+    (POOL | {"reads": np.array([0, 3])}, ValueError, "reads: got slot 3; expected slots from 0 to 2, or -1"),
+    (POOL | {"reads": [0, 1]}, TypeError, "reads: got list; expected an array"),
+    (POOL | {"writes": np.array([0, -2])}, ValueError, "writes: got slot -2; expected slots from 0 to 2, or -1"),
+    (POOL | {"writes": np.array([1, 1])}, ValueError, "writes: got slot 1 twice; expected each slot at most once"),
+    (POOL | {"at": WRITES}, ValueError, r"writes: got shape \(2,\); expected \[B, C\] with B=2, C=2"),
+    (POOL | {"writes": WRITES}, ValueError, r"writes: got shape \(2, 2\); expected \[B\] with B=2"),
+    (POOL | {"writes": WRITES, "at": WRITES}, ValueError, "writes: got slot 1 twice"),
+    (POOL | {"writes": WRITES, "at": ones(2, 2)}, TypeError, "at: got dtype float32"),
+    (POOL | {"platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: it has no pools of states"),
+]
+IDS = np.zeros((2, 6), np.int32)
+SEGMENTS = [
+    ({"segment_ids": IDS * 1.0}, TypeError, "segment_ids: got dtype float32; expected an integer dtype"),
+    ({"segment_ids": IDS > 0}, TypeError, "segment_ids: got dtype bool; expected an integer dtype"),
+    ({"segment_ids": [[0] * 6] * 2}, TypeError, "segment_ids: got list; expected an array"),
+    ({"segment_ids": IDS[0]}, ValueError, r"segment_ids: got shape \(6,\); expected \[B, T\] with B=2, T=6"),
+    ({"segment_ids": IDS[:, :5]}, ValueError, r"segment_ids: got shape \(2, 5\); expected \[B, T\] with B=2, T=6"),
+    ({"segment_ids": IDS, "cu_seqlens": CU}, ValueError, "segment_ids: got ids beside cu_seqlens; expected one of"),
+    ({"segment_ids": IDS, "platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: rows of sev"),
+    ({"segment_ids": IDS, "platform": "pallas"}, ValueError, "platform: 'pallas' cannot serve this call: rows of sev"),
+]
+if not jax.config.jax_enable_x64:
+    large = np.full((2, 6), 2**40)
+    SEGMENTS.append(({"segment_ids": large}, ValueError, "segment_ids: got id 1099511627776; expected ids that int32"))
 RECURRENT = [
     *LINEAR,
+    *POOLS,
+    *SEGMENTS,
     *SCALE,
     *PLATFORM,
     ({"platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: "),
@@ -128,6 +173,7 @@ RECURRENT = [
 ]
 DELTA = [
     *LINEAR,
+    *SEGMENTS,
     *SCALE,
     *PLATFORM,
     ({"beta": None}, TypeError, "beta: got NoneType; expected an array"),
@@ -220,6 +266,7 @@ ATTENTION = [
     ({"deterministic": 1}, TypeError, "deterministic: got int; expected True or False"),
 ]
 Q1, KV1, CU_KV = X[:1], KV[:1], np.array([0, 2, 6])
+IDS, IDS_KV = np.ones((1, 6), np.int32), np.ones((1, 7), np.int32)
 FLASH = [
     *PLATFORM,
     *WINDOW,
@@ -235,6 +282,23 @@ FLASH = [
     ({"cu_seqlens": CU, "query": [1.0]}, TypeError, "query: got list; expected an array"),
     ({"cu_seqlens": CU, "query": ROW}, ValueError, r"key: got shape \(1, 7, 2, 8\); expected rank 3"),
     (packed(CU, value=X), ValueError, r"value: got shape \(2, 6, 4, 8\); expected \[tokens, heads, dim\]"),
+    ({"segment_ids": IDS * 1.0, "segment_ids_kv": IDS_KV}, TypeError, "segment_ids: got dtype float"),
+    ({"segment_ids": IDS > 0, "segment_ids_kv": IDS_KV}, TypeError, "segment_ids: got dtype bool; expected an integer"),
+    ({"segment_ids": [[1] * 6], "segment_ids_kv": IDS_KV}, TypeError, "segment_ids: got list; expected an array"),
+    (
+        {"segment_ids": IDS[0], "segment_ids_kv": IDS_KV},
+        ValueError,
+        r"segment_ids: got shape \(6,\); expected \[B, S\]",
+    ),
+    ({"segment_ids": IDS_KV}, ValueError, r"segment_ids: got shape \(1, 7\); expected \[B, S\] with B=1, S=6"),
+    ({"segment_ids": IDS}, ValueError, r"segment_ids_kv: got None with 6 queries and 7 keys; expected ids \[B, L\]"),
+    ({"segment_ids": IDS, "segment_ids_kv": IDS}, ValueError, r"segment_ids_kv: got shape \(1, 6\); expected .* L=7"),
+    ({"segment_ids": IDS, "segment_ids_kv": IDS_KV > 0}, TypeError, "segment_ids_kv: got dtype bool"),
+    ({"segment_ids": IDS, "segment_ids_kv": IDS_KV.astype(np.uint32)}, TypeError, "segment_ids_kv: got dtype uint32"),
+    ({"segment_ids_kv": IDS_KV}, ValueError, "segment_ids_kv: got ids of keys alone; expected segment_ids beside it"),
+    ({"segment_ids": IDS, "cu_seqlens": CU}, ValueError, "segment_ids: got ids beside cu_seqlens; expected one of"),
+    (packed(CU, segment_ids=IDS), ValueError, "segment_ids: got ids beside cu_seqlens; expected one of"),
+    (packed(None, segment_ids=IDS), ValueError, r"query: got shape \(6, 4, 8\); expected \[B, S, H, D\]"),
     ({"query_offset": 1.5}, TypeError, "query_offset: got float; expected an array"),
     ({"query_offset": True}, TypeError, "query_offset: got bool; expected an array"),
     ({"query_offset": ones(1)}, TypeError, "query_offset: got dtype float32; expected an integer dtype"),
@@ -323,6 +387,56 @@ ALONG = [
 ]
 
 
+PAGES = ejkernel.PagedCache(ones(5, 4, 2, 8), ones(5, 4, 2, 8))
+LATENT = {"pages": ejkernel.PagedCache(PAGES.key, None), "value": None, "value_dim": 8}
+PAGED_CALL = {
+    "query": ROW,
+    "key": ROW[:, :2],
+    "value": ROW[:, :2],
+    "pages": PAGES,
+    "table": np.array([[0, 1], [4, -1]]),
+    "lengths": np.array([4, 0]),
+    "cu_seqlens": CU,
+}
+PAGED = [
+    *SCALE,
+    *PLATFORM,
+    ({"query": X}, ValueError, r"query: got shape \(2, 6, 4, 8\); expected \[T, H, D\]"),
+    ({"query": ROW.astype(int)}, TypeError, "query: got dtype int"),
+    ({"query": ROW[:, :3]}, ValueError, "key: got 2 heads; expected a divisor of query's 3 heads"),
+    ({"key": ROW}, ValueError, r"key: got shape .* Hkv=2"),
+    ({"key": ROW[:5, :2]}, ValueError, r"key: got shape .* T=6"),
+    ({"key": None}, ValueError, "key: got None; expected an array beside value, or None for both"),
+    ({"value": None}, ValueError, "value: got None; expected an array beside key, or None for both"),
+    ({"value": ROW[:, :2, :7]}, ValueError, "value: got shape .* Dv=8"),
+    ({"pages": tuple(PAGES)}, TypeError, "pages: got tuple; expected an ejkernel.PagedCache"),
+    ({"pages": PAGES._replace(key=ones(5, 4, 2, 7))}, ValueError, r"pages.key: got shape .* D=8"),
+    ({"pages": PAGES._replace(value=ones(5, 3, 2, 8))}, ValueError, r"pages.value: got shape .* page=4"),
+    ({"pages": ejkernel.PagedCache(*ones(2, 5, 0, 2, 8))}, ValueError, "pages.key: got pages of 0 tokens"),
+    ({"pages": PAGES._replace(key=ones(5, 4, 2, 8, dtype=int))}, TypeError, "pages.key: got dtype int"),
+    ({"pages": PAGES._replace(value=None)}, ValueError, "value_dim: got None; expected how many"),
+    (LATENT | {"value": ROW[:, :2]}, ValueError, "value: got an array; expected None"),
+    (LATENT | {"value_dim": 9}, ValueError, "value_dim: got 9; expected at most the 8"),
+    (LATENT | {"value_dim": 0}, ValueError, "value_dim: got 0; expected an int of at least 1"),
+    ({"value_dim": 8}, ValueError, "value_dim: got 8; expected None"),
+    ({"table": np.array([[0, 1]])}, ValueError, r"table: got shape \(1, 2\); expected \[N, M\] with N=2"),
+    ({"table": np.array([[0, 1], [5, -1]])}, ValueError, "table: got page 5; expected pages from 0 to 4, or -1"),
+    ({"table": np.array([[0, 1], [-2, -1]])}, ValueError, "table: got page -2"),
+    ({"table": np.array([[0, 2**40], [1, -1]])}, ValueError, "table: got page 1099511627776"),
+    ({"table": np.array([[0, 1], [1, -1]])}, ValueError, "table: got page 1 for new tokens in two places"),
+    ({"table": ones(2, 2)}, TypeError, "table: got dtype float32; expected an integer dtype"),
+    ({"table": [[0, 1], [4, -1]]}, TypeError, "table: got list; expected an array"),
+    ({"lengths": np.array([4])}, ValueError, r"lengths: got shape \(1,\); expected \[N\] with N=2"),
+    ({"lengths": np.array([4, -1])}, ValueError, "lengths: got -1; expected 0 to 8"),
+    ({"lengths": np.array([9, 0])}, ValueError, "lengths: got 9; expected 0 to 8, the tokens of 2 pages of 4"),
+    ({"lengths": ones(2)}, TypeError, "lengths: got dtype float32"),
+    ({"cu_seqlens": [0, 4, 3]}, ValueError, "cu_seqlens: got a decrease at index 2"),
+    ({"cu_seqlens": None}, TypeError, "cu_seqlens: got NoneType; expected an array"),
+    ({"sliding_window": -1}, ValueError, "sliding_window: got -1"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: got 0.0; expected a number above 0"),
+    ({"softmax_aux": ones(3, 1)}, ValueError, r"softmax_aux: got shape \(3, 1\)"),
+]
+
 # the other fronts there hand their options on
 SLICED = tuple(inspect.signature(parallel.recurrent).parameters)
 CORRECTED = (*inspect.signature(parallel.delta_rule).parameters, "g")
@@ -333,14 +447,43 @@ def without(rows: list[Row], *names: str) -> list[Row]:
     return [row for row in rows if not set(row[0]) & set(names)]
 
 
+SIGNAL, TAPS, IDS = ones(2, 6, 5), ones(4, 5), np.zeros((2, 6), np.int32)
+CONVOLUTION = [
+    ({"x": ones(6, 5)}, ValueError, r"x: got shape \(6, 5\); expected \[B, T, D\]"),
+    ({"x": SIGNAL.astype(np.int32)}, TypeError, "x: got dtype int32; expected a floating-point"),
+    ({"x": SIGNAL + 0j}, TypeError, "x: got dtype complex64; expected a floating-point"),
+    ({"weight": None}, TypeError, "weight: got NoneType; expected an array"),
+    ({"weight": TAPS[:, :4]}, ValueError, r"weight: got shape \(4, 4\); expected \[W, D\] with D=5 \(D as in x\)"),
+    ({"weight": TAPS[:0]}, ValueError, r"weight: got shape \(0, 5\); expected \[W, D\] with W of at least 1"),
+    ({"bias": ones(4)}, ValueError, r"bias: got shape \(4,\); expected \[D\]"),
+    ({"bias": np.ones(5, np.int32)}, TypeError, "bias: got dtype int32"),
+    ({"activation": "relu"}, ValueError, "activation: got 'relu'; expected None or 'silu'"),
+    ({"activation": jax.nn.silu}, ValueError, "activation: got .*; expected None or 'silu'"),
+    ({"initial_state": ones(2, 4, 5)}, ValueError, r"initial_state: got shape .*; expected \[B, history, D\]"),
+    ({"initial_state": ones(3, 3, 5)}, ValueError, r"initial_state: got shape .* B=2, history=3, D=5"),
+    ({"cu_seqlens": CU}, ValueError, "cu_seqlens: got a batch of 2"),
+    ({"x": SIGNAL[0], "cu_seqlens": CU + 1}, ValueError, "cu_seqlens: got first value 1; expected 0"),
+    ({"x": SIGNAL[0], "cu_seqlens": [0, 7]}, ValueError, "cu_seqlens: got last value 7; expected at most the 6"),
+    (
+        {"x": SIGNAL[0], "cu_seqlens": CU, "initial_state": ones(3, 3, 5)},
+        ValueError,
+        r"initial_state: got shape .*; expected \[N, history, D\] with N=2",
+    ),
+    ({"segment_ids": IDS * 1.0}, TypeError, "segment_ids: got dtype float"),
+    ({"segment_ids": IDS > 0}, TypeError, "segment_ids: got dtype bool"),
+    ({"segment_ids": IDS[:1]}, ValueError, r"segment_ids: got shape \(1, 6\); expected \[B, T\]"),
+    ({"x": SIGNAL[:1], "segment_ids": IDS[:1], "cu_seqlens": CU}, ValueError, "segment_ids: got ids beside cu_seqlens"),
+    *PLATFORM,
+]
 OPS = {
+    "causal_conv1d": Op(ejkernel.causal_conv1d, {"x": SIGNAL, "weight": TAPS}, CONVOLUTION),
     "recurrent": Op(ejkernel.recurrent, QKV, RECURRENT),
     "recurrent_gla": Op(ejkernel.recurrent_gla, QKV | {"g": X}, LINEAR),
     "delta_rule": Op(ejkernel.delta_rule, QKV | BETA, DELTA),
     "gated_delta_rule": Op(
         ejkernel.gated_delta_rule,
         QKV | BETA | GATE,
-        [*DELTA, ({"g": X}, ValueError, r"g: got shape \(2, 6, 4, 8\); expected \[B, T, H\]")],
+        [*DELTA, *POOLS, ({"g": X}, ValueError, r"g: got shape \(2, 6, 4, 8\); expected \[B, T, H\]")],
     ),
     "kda": Op(
         ejkernel.kda,
@@ -357,6 +500,7 @@ OPS = {
         [*ATTENTION, *PLATFORM, ({"platform": "triton"}, ValueError, "platform: got 'triton'; expected one of 'xla'")],
     ),
     "flash_attention": Op(ejkernel.flash_attention, {"query": Q1, "key": KV1, "value": KV1}, FLASH),
+    "paged_attention": Op(ejkernel.paged_attention, PAGED_CALL, PAGED),
     "pinned recurrent": Op(
         _xla.recurrent,
         QKV,
@@ -552,8 +696,9 @@ def layer_ops() -> dict[str, Op]:
 
     from ejkernel import layers
 
-    def gated(x, state=None, cu_seqlens=None, width=8, heads=2, **options):
-        return layers.GatedLinearAttention(width, heads, **options, rngs=nnx.Rngs(0))(x, state, cu_seqlens)
+    def gated(x, state=None, cu_seqlens=None, segment_ids=None, width=8, heads=2, **options):
+        layer = layers.GatedLinearAttention(width, heads, **options, rngs=nnx.Rngs(0))
+        return layer(x, state, cu_seqlens, segment_ids=segment_ids)
 
     def retention(x, state=None, cu_seqlens=None, width=8, heads=2, **options):
         return layers.Retention(width, heads, **options, rngs=nnx.Rngs(0))(x, state, cu_seqlens)
@@ -598,6 +743,13 @@ def layer_ops() -> dict[str, Op]:
     llama3 = dict(yarn, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
     rows = {
         "GatedLinearAttention": [
+            ({"segment_ids": np.zeros((2, 4), int)}, ValueError, r"segment_ids: got shape .*; expected \[B, T\]"),
+            ({"segment_ids": ones(2, 3)}, TypeError, "segment_ids: got dtype float32; expected an integer dtype"),
+            (
+                {"segment_ids": np.zeros((2, 3), int), "cu_seqlens": np.array([0, 3])},
+                ValueError,
+                "segment_ids: got ids beside cu_seqlens; expected one of the two",
+            ),
             ({"key_width": 9}, ValueError, "key_width: got 9; expected a multiple of the 2 heads"),
             ({"value_width": 0}, ValueError, "value_width: got 0; expected an int of at least 1"),
             ({"convolution": 0}, ValueError, "convolution: got 0; expected an int of at least 1"),

@@ -62,6 +62,17 @@ def ops() -> dict[str, Taker]:
         found[f"parallel.{name}"] = Taker(
             lambda cu, many=many, given=given: many(*given, cu_seqlens=cu, axis_name="time", mesh=MESH)
         )
+    pages = ejkernel.PagedCache(*np.zeros((2, 8, 4, *KEYS.shape[-2:-1], 1), np.float32))  # of one dim
+    tokens = [x.reshape(-1, *x.shape[-2:])[..., :1] for x in (X, KEYS, VALUES)]
+
+    def paged(cu: Any) -> Any:
+        sequences = len(cu) - 1
+        table, lengths = np.full((sequences, 8), -1), np.zeros(sequences, int)
+        return ejkernel.paged_attention(*tokens, pages, table, lengths, cu)
+
+    found["paged_attention"] = Taker(paged)
+    weight = KEYS[:3].reshape(3, 8)
+    found["causal_conv1d"] = Taker(lambda cu: ejkernel.causal_conv1d(X.reshape(TOKENS, 8), weight, cu_seqlens=cu))
     for name in ("recurrent", "delta_rule", "flash_attention"):
         found[f"parallel.{name}, sliced"] = Taker(sliced(getattr(parallel, name), *arrays[name]))
     return found

@@ -21,6 +21,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     GIVEN = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*(each for each in QUICK if each not in GIVEN), *GIVEN])
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    os.environ["EJKERNEL_CACHE_DIR"] = ""  # nothing is taken from earlier runs, nor left for later ones
     jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # `ci` draws values for a few shapes, the same ones every time; `thorough` draws everything anew for about an hour:

@@ -73,9 +73,25 @@ def attention(
 
 
 def flash_attention(
-    query, key, value, attention_mask=None, bias=None, cu_seqlens=None, cu_seqlens_kv=None, query_offset=0, **options
+    query,
+    key,
+    value,
+    attention_mask=None,
+    bias=None,
+    cu_seqlens=None,
+    cu_seqlens_kv=None,
+    query_offset=0,
+    segment_ids=None,
+    segment_ids_kv=None,
+    **options,
 ):
     """Output and log-sum-exp of `attention`, each packed sequence or row of a batch by itself."""
+    if segment_ids is not None:
+        ids, ids_kv = np.asarray(segment_ids), np.asarray(segment_ids if segment_ids_kv is None else segment_ids_kv)
+        mask = ((ids[:, :, None] == ids_kv[:, None]) & (ids >= 0)[:, :, None])[:, None]
+        mask = mask if attention_mask is None else mask & attention_mask
+        output, lse = flash_attention(query, key, value, mask, bias, query_offset=query_offset, **options)
+        return output, np.where((ids >= 0)[..., None], lse, -np.inf)
     if cu_seqlens is None:
         rows = [(slice(b, b + 1), slice(None), slice(None)) for b in range(len(query))]
     else:
@@ -325,3 +341,166 @@ def delta_rule(query, key, value, beta, g=None, d_output=None, d_final_state=Non
 
     grads = {name: as_given(name, grad) for name, grad in grads.items()}
     return (output[0] if unbatched else output), final, grads
+
+
+def causal_conv1d(
+    x,
+    weight,
+    bias=None,
+    activation=None,
+    initial_state=None,
+    cu_seqlens=None,
+    segment_ids=None,
+    d_output=None,
+    d_final_state=None,
+):
+    """The short convolution, one sequence and token at a time: output, final states, and with cotangents gradients."""
+    arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
+    arrays = {name: np.asarray(each, np.float64) for name, each in arrays.items() if each is not None}
+    tokens, weight = arrays["x"].reshape(-1, *arrays["x"].shape[-2:]), arrays["weight"]
+    batch, length, channels = tokens.shape
+    history = len(weight) - 1
+    # row, tokens, the initial state that they follow and the final state that they make, if they do
+    runs = [(row, range(length), row, row) for row in range(batch)]
+    count = batch
+    if cu_seqlens is not None:
+        runs = [(0, range(*each), n, n) for n, each in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
+        count = len(runs)
+    if segment_ids is not None:
+        runs = []
+        for row, ids in enumerate(np.asarray(segment_ids)):
+            groups = [list(group) for _, group in itertools.groupby(range(length), lambda t, ids=ids: max(ids[t], -1))]
+            groups = [group for group in groups if ids[group[0]] >= 0] or [[]]
+            last = len(groups) - 1
+            for i, group in enumerate(groups):
+                runs.append((row, group, row if i == 0 else None, row if i == last else None))
+    output, final = np.zeros(tokens.shape), np.zeros((count, history, channels))
+    grads = {name: np.zeros(each.shape) for name, each in arrays.items()}
+    d_tokens = np.zeros(tokens.shape)
+    for row, places, start, end in runs:
+        before = np.zeros((history, channels))
+        if start is not None and initial_state is not None:
+            before = arrays["initial_state"][start]
+        inputs = np.concatenate([before, tokens[row, list(places)].reshape(-1, channels)])
+        d_inputs = np.zeros(inputs.shape)
+        for i, t in enumerate(places):
+            window = inputs[i : i + history + 1]
+            z = (window * weight).sum(0) + arrays.get("bias", 0)
+            share = 1 / (1 + np.exp(-z))
+            output[row, t] = z * share if activation == "silu" else z
+            if d_output is not None:
+                d_z = np.asarray(d_output, np.float64).reshape(tokens.shape)[row, t]
+                d_z = d_z * (share + z * share * (1 - share)) if activation == "silu" else d_z
+                grads["weight"] += window * d_z
+                d_inputs[i : i + history + 1] += weight * d_z
+                if bias is not None:
+                    grads["bias"] += d_z
+        if end is not None:
+            final[end] = inputs[len(places) :]
+            if d_final_state is not None:
+                d_inputs[len(places) :] += np.asarray(d_final_state, np.float64)[end]
+        for i, t in enumerate(places):
+            d_tokens[row, t] += d_inputs[history + i]
+        if start is not None and initial_state is not None:
+            grads["initial_state"][start] += d_inputs[:history]
+    grads["x"] = d_tokens.reshape(arrays["x"].shape)
+    return output.reshape(arrays["x"].shape), final, (grads if d_output is not None else {})
+
+
+def paged_attention(query, key, value, pages, table, lengths, cu, *, scale=None, cap=None, left=None, sinks=None):
+    """`paged_attention` query by query; `value` `[T, Hkv, Dv]`, or an int for latent pages. The output alone."""
+    query, table, lengths, cu = np.asarray(query, float), *(np.asarray(x) for x in (table, lengths, cu))
+    T, H, D = query.shape
+    latent = isinstance(value, int)
+    stored = [np.array(x, float) for x in ((pages[0],) if latent else pages)]
+    P, page, kv_heads = stored[0].shape[:3]
+    new = None if key is None else [np.asarray(x, float) for x in ((key,) if latent else (key, value))]
+
+    def place(n, position):
+        """Page and row of a position; `None` if it has no page."""
+        column, row = divmod(position, page)
+        number = table[n, column] if 0 <= column < table.shape[1] else -1
+        return (number, row) if 0 <= number < P else None
+
+    before = lengths if new is not None else lengths - np.diff(cu)
+    tokens = [(n, t, before[n] + t - cu[n]) for n in range(len(lengths)) for t in range(cu[n], cu[n + 1])]
+    for n, t, position in tokens:
+        if new is not None and place(n, position) is not None:
+            for pages_of, x in zip(stored, new, strict=True):
+                pages_of[place(n, position)] = x[t]
+    value_dim = value if latent else stored[1].shape[-1]
+    output = np.zeros((T, H, value_dim))
+    for n, t, position in tokens:
+        seen = range(max(0, position - left) if left is not None else 0, position + 1)
+        places = [place(n, each) for each in seen]
+        if before[n] < 0 or None in places:
+            output[t] = np.nan
+            continue
+        for h in range(H):
+            j = h // (H // kv_heads)
+            keys = np.array([stored[0][each][j] for each in places])
+            values = keys[:, :value_dim] if latent else np.array([stored[1][each][j] for each in places])
+            scores = keys @ query[t, h] * (D**-0.5 if scale is None else scale)
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
+            extra = np.zeros(0) if sinks is None else np.asarray(sinks, float)[h * len(sinks) // H]
+            top = max([*scores, *extra])
+            weights = np.exp(scores - top)
+            output[t, h] = weights @ values / (weights.sum() + np.exp(extra - top).sum())
+    return output
+
+
+def one_by_one(op, arrays, segment_ids, d_output=None, d_final_state=None, reverse=False, **options):
+    """`op`, `recurrent` or `delta_rule` from here, of each sequence of each row by itself: runs of equal ids.
+
+    A row's first sequence starts from its initial state, which also stays where there is none.
+    """
+    arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+    of_rows = [name for name in ("g_gamma", "initial_state") if name in arrays]
+    full = dict(arrays)
+    for name in of_rows:
+        rank = {"g_gamma": 1, "initial_state": 3}[name]
+        full[name] = np.broadcast_to(arrays[name], (len(segment_ids), *arrays[name].shape[-rank:]))
+    grads = {name: np.zeros(x.shape) for name, x in full.items()}
+    output, final = [], []
+    for row, ids in enumerate(segment_ids):
+        borders = [0, *np.flatnonzero(np.diff(ids)) + 1, len(ids)]
+        spans = [(a, b) for a, b in itertools.pairwise(borders) if ids[a] >= 0][:: -1 if reverse else 1]
+        state = full["initial_state"][row : row + 1] if "initial_state" in full else None
+        d_state = None if d_final_state is None else np.asarray(d_final_state, np.float64)[row : row + 1]
+        outputs, end = {}, state
+        for n, (a, b) in enumerate(spans):
+            of_run = {name: x[row : row + 1, a:b] for name, x in full.items() if name not in of_rows}
+            if "g_gamma" in full:
+                of_run["g_gamma"] = full["g_gamma"][row : row + 1]
+            if n == 0 and state is not None:
+                of_run["initial_state"] = state
+            cotangents = {}
+            if d_output is not None:
+                last = n == len(spans) - 1
+                cotangents = {
+                    "d_output": d_output[row : row + 1, a:b],
+                    "d_final_state": d_state if last else 0 * d_state,
+                }
+            outputs[a, b], end, found = op(**of_run, **cotangents, reverse=reverse, **options)
+            for name, grad in found.items():
+                where = slice(row, row + 1)
+                grads[name][(where,) if name in of_rows else (where, slice(a, b))] += grad
+        if not spans and state is not None and d_state is not None:
+            grads["initial_state"][row] += d_state[0]
+        output.append(outputs)
+        final.append(end)
+    heads, shape = None, None
+    for outputs, end in zip(output, final, strict=True):
+        if outputs:
+            shape, heads = end.shape[1:], end.shape[1]
+    full_output = np.zeros((*np.shape(segment_ids), heads, shape[-1]))
+    full_final = np.zeros((len(segment_ids), *shape))
+    for row, (outputs, end) in enumerate(zip(output, final, strict=True)):
+        for (a, b), x in outputs.items():
+            full_output[row, a:b] = x[0]
+        if end is not None:
+            full_final[row] = end[0]
+    for name in of_rows:
+        if arrays[name].shape != grads[name].shape:
+            grads[name] = grads[name].sum(0).reshape(arrays[name].shape)
+    return full_output, full_final, grads if d_output is not None else {}

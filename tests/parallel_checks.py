@@ -226,6 +226,60 @@ def delta_rule():
         assert hlo.collectives(text) == {("all-gather", gathered): 1}
 
 
+# slices of 5 tokens: sequences within one and over several, padding over whole slices, borders on theirs and beside
+IDS = np.stack(
+    [
+        np.repeat([1, 2, -1, 2, 3, 3, 4], [5, 13, 2, 1, 4, 9, 6]),
+        np.repeat([-1, 7, -2], [12, 11, 17]),
+        np.full(40, -1),
+        np.repeat([0, -1, 0], [10, 11, 19]),
+        np.zeros(40, int),
+    ]
+)
+
+
+def segments():
+    """Rows of several sequences give what they do on one device, and what is NaN in one changes no bit of another."""
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AUTO,))
+    random = np.random.default_rng(0)
+    shape = (*IDS.shape, 2)
+    arrays = {name: random.normal(size=(*shape, 3)) / 2 for name in ("query", "key", "value")}
+    arrays["initial_state"] = random.normal(size=(len(IDS), 2, 3, 3))
+    gates, beta = -np.abs(random.normal(size=(*shape, 3))), random.random(shape)
+    inside = np.zeros(IDS.shape, bool)
+    inside[0, 5:18] = True  # over three devices, neither first nor last
+
+    def run(op, arrays, **options):
+        def loss(arrays):
+            output, final = op(**arrays, **options, segment_ids=IDS)
+            return jnp.sin(output).sum() + jnp.sin(final).sum(), (output, final)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+
+    with jax.enable_x64(True):
+        for name, more, reverse in (
+            ("recurrent", {"g": gates, "gv": gates}, False),
+            ("recurrent", {"g_gamma": gates[0, 0, :, 0]}, True),
+            ("kda", {"g": gates, "beta": beta}, False),
+        ):
+            one, many = getattr(ejkernel, name), partial(getattr(parallel, name), axis_name="time", mesh=mesh)
+            expected = run(one, arrays | more, reverse=reverse)
+            found = run(many, arrays | more, reverse=reverse)
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                assert_close(x, y, 1e-11, f"{name}, {reverse=}")
+            for where in (inside, IDS < 0) if not reverse else ():
+                spoilt = {
+                    each: np.where(where.reshape(*where.shape, *(1,) * (x.ndim - 2)), np.nan, x)
+                    if x.shape[:2] == IDS.shape
+                    else x
+                    for each, x in (arrays | more).items()
+                }
+                dirty = run(many, spoilt, reverse=reverse)
+                for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(dirty), strict=True):
+                    x, y = ((z[~where] if z.shape[:2] == IDS.shape else z) for z in map(np.asarray, (x, y)))
+                    np.testing.assert_array_equal(x, y)
+
+
 def sharding():
     """Ops on one device's code partition over batch and heads without any communication, whatever kind the axes are."""
     ops = {
@@ -316,5 +370,5 @@ def layers():
 
 
 if __name__ == "__main__":
-    every = (values, twice, tree, collectives, delta_rule, sharding, family, errors, layers, tpu_kernels)
+    every = (values, twice, tree, collectives, delta_rule, segments, sharding, family, errors, layers, tpu_kernels)
     run_parts({each.__name__: each for each in every} | MESH_PARTS | RING_PARTS)

@@ -41,6 +41,7 @@ class Case:
     sinks: tuple[int, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()  # of packed sequences, in several ways
     key_lengths: tuple[int, ...] = ()
+    segments: bool = False  # rows of several sequences, told apart by ids
     dtype: Any = np.float64
     devices: int = DEVICES
     integers: bool = False  # small ones for queries and keys, so that logits of any scale are exact
@@ -60,7 +61,11 @@ class Case:
         return found
 
     def borders(self):
-        """`cu_seqlens` and perhaps `cu_seqlens_kv`, in each of the ways."""
+        """`cu_seqlens` and perhaps `cu_seqlens_kv`, in each of the ways; or ids of segments."""
+        if self.segments:
+            rows = ([4, 0, 4, -1, 9], [2, 2, -2, 1, 0])  # one comes back
+            ids = {"segment_ids": np.stack([np.repeat(each, [7, 13, 9, 3, 16]) for each in rows])}
+            return [ids if self.keys == 48 else ids | {"segment_ids_kv": np.repeat(np.array(rows), 16, axis=1)}]
         key_borders = {"cu_seqlens_kv": np.cumsum((0, *self.key_lengths))} if self.key_lengths else {}
         return [{"cu_seqlens": np.cumsum((0, *each)), **key_borders} for each in self.lengths] or [{}]
 
@@ -98,15 +103,24 @@ PACKED = [
 ]
 
 
+SEGMENTED = [
+    Case("segments", {"causal": True}, heads=4, sinks=(3,), segments=True),
+    Case("segments, balanced", WINDOW, "balanced", segments=True),
+    Case("segments, other keys", {"logits_soft_cap": 2.0}, keys=80, segments=True),
+]
+
+
 def alone(case, arrays, borders):
     return ejkernel.flash_attention(**arrays, **borders, **case.options)
 
 
 def spread(case, arrays, borders):
-    devices, axis = case.devices, 0 if borders else 1
+    devices, axis = case.devices, 0 if case.lengths else 1
     tokens = {name: x for name, x in arrays.items() if name != "softmax_aux"}
     if case.layout == "balanced":
         tokens = {name: parallel.to_balanced(x, devices, axis) for name, x in tokens.items()}
+        if case.segments:
+            borders = {name: parallel.to_balanced(x, devices) for name, x in borders.items()}
     options = case.options | {"layout": case.layout, "axis_name": "time", "mesh": ring_of(devices)}
     output = parallel.flash_attention(**(arrays | tokens), **borders, **options)
     return parallel.from_balanced(output, devices, axis) if case.layout == "balanced" else output
@@ -174,6 +188,23 @@ def ring_packed():
                 assert_close(broken[0][outside], clean[0][outside], 0, case.name)
                 for name in arrays:
                     assert_close(broken[1][name][outside], clean[1][name][outside], 0, f"{case.name}: {name}")
+
+
+def ring_segments():
+    """The same for ids that travel with the keys, where a NaN stays in its sequence."""
+    with jax.enable_x64(True):
+        for case in SEGMENTED:
+            many, arrays = compare(case)
+            (borders,) = case.borders()
+            inside = {name: np.isin(ids, [4, 2, -1, -2]) for name, ids in borders.items()}
+            of_keys = inside.get("segment_ids_kv", inside["segment_ids"])
+            where = {"query": inside["segment_ids"], "key": of_keys, "value": of_keys}
+            broken = {name: jnp.where(each[..., None, None], jnp.nan, arrays[name]) for name, each in where.items()}
+            clean, broken = many(arrays, borders), many(arrays | broken, borders)
+            outside = ~where["query"]
+            assert_close(broken[0][outside], clean[0][outside], 0, case.name)
+            for name, each in where.items():
+                assert_close(broken[1][name][~each], clean[1][name][~each], 0, f"{case.name}: {name}")
 
 
 def ring_shard_map():
@@ -331,6 +362,7 @@ PARTS = {
         ring_values,
         ring_windows,
         ring_packed,
+        ring_segments,
         ring_shard_map,
         ring_collectives,
         ring_platforms,

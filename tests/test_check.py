@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel import _checked, _dispatch, check, cli
-from ejkernel._ops import OPS
+from ejkernel._ops import COMMON, OPS
 from ejkernel.bench.calls import Shape
 
 SMALL = Shape(1, 5, 2, 4, "float32")
@@ -35,6 +35,7 @@ def wrong(function):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -85,7 +86,7 @@ def test_every_op_and_implementation_of_a_platform_has_rows():
     for platform in ("cpu", "cuda", "tpu"):
         expected = {
             (name, each.name)
-            for name, op in OPS.items()
+            for name, op in COMMON.items()
             for each in op.implementations
             if platform in (each.devices or (platform,))
         }

@@ -326,8 +326,8 @@ def test_layer_numbers(number):
 def test_layer_input():
     for x, borders in ((ROW, None), (ROW[0], [0, 4]), (ROW[:1], [0, 1, 4])):
         sizes = Dims(width=8)
-        found, cu = _checks.layer_input(sizes, x, borders)
-        assert found.shape == x.shape
+        found, cu, ids = _checks.layer_input(sizes, x, borders, None)
+        assert found.shape == x.shape and ids is None
         if borders is None:
             assert cu is None and sizes["B"] == len(x)
         else:

@@ -51,6 +51,15 @@ LINEAR_BATCH = {
     "kda, 70 tokens": lambda q, k, v: ejkernel.kda(
         *long((q, k[:, :, :1], v)), -jnp.abs(long((q,))[0]), gates(long((v,))[0])[1], normalize=True, reverse=True
     )[0],
+    "causal_conv1d": lambda q, k, v: ejkernel.causal_conv1d(
+        q[:, :, 0], v[0, :3, 0], k[0, 0, 0], "silu", initial_state=jnp.ones((q.shape[0], 2, 4))
+    )[0],
+    "causal_conv1d, segments": lambda q, k, v: (
+        ejkernel.causal_conv1d(
+            q[:, :, 0], jnp.ones((3, 4)), segment_ids=jnp.broadcast_to(jnp.arange(6)[None] // 3, q.shape[:2])
+        )[0]
+        + k[:, :, 0] * v[:, :, 0]
+    ),
     "chunk_local_cumsum": lambda q, k, v: chunk_local_cumsum(q + k * v, 4),
     "chunk_global_cumsum, heads first": lambda q, k, v: chunk_global_cumsum((q + k * v)[..., 0], head_first=True),
 }
@@ -70,6 +79,10 @@ REFUSED = {
     },
     "kda": (lambda q, k, v: ejkernel.kda(q, k, v, q, q[..., 0])[0], f"beta: got t tokens, {SYMBOLIC}"),
     "chunk_local_cumsum": (lambda q, k, v: chunk_local_cumsum(q, 4), f"g: got t tokens, {SYMBOLIC}"),
+    "causal_conv1d": (
+        lambda q, k, v: ejkernel.causal_conv1d(q[:, :, 0], jnp.ones((3, 4)))[0],
+        f"x: got t tokens, {SYMBOLIC}",
+    ),
     "flash_attention": (
         ejkernel.flash_attention,
         f"query: got t tokens, {SYMBOLIC}",

@@ -17,6 +17,7 @@ from attention_cases import (
     OFFSET,
     PACKED,
     QUICK,
+    SEGMENTED,
     Case,
     check,
     check_second_gradients,
@@ -35,6 +36,7 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-6, "float64": 1e-1
 BLOCKS = (3, 2)
 EVERYTHING = next(each for each in CASES if each.name == "everything")
 PACKED_EVERYTHING = next(each for each in PACKED if each.name == "packed, everything")
+SEGMENTS_EVERYTHING = next(each for each in SEGMENTED if each.name == "segments, everything")
 
 
 def options_of(case):
@@ -49,7 +51,7 @@ def flash(case, **more):
     return lambda **arrays: flash_attention(**arrays, **options_of(case), **more)
 
 
-@pytest.mark.parametrize("case", [*BLOCKWISE, *PACKED, *OFFSET, *EMPTY], ids=str)
+@pytest.mark.parametrize("case", [*BLOCKWISE, *PACKED, *SEGMENTED, *OFFSET, *EMPTY], ids=str)
 def test_matches_oracle(case, x64):
     """Output, log-sum-exp, and the gradients of both, in float64."""
     check(
@@ -196,7 +198,7 @@ def test_output_dtype_does_not_coarsen_gradients():
     assert_close(gradients(jnp.bfloat16)(arrays["query"]), gradients(None)(arrays["query"]), 1e-6)
 
 
-@pytest.mark.parametrize("case", [EVERYTHING, PACKED_EVERYTHING], ids=str)
+@pytest.mark.parametrize("case", [EVERYTHING, PACKED_EVERYTHING, SEGMENTS_EVERYTHING], ids=str)
 def test_gradient_of_gradient(case, x64):
     arrays = case.arrays()
     arrays["bias"] = np.maximum(arrays["bias"], -5)
@@ -302,9 +304,16 @@ def temporaries(tokens, **options):
     return jax.jit(run).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"cu_seqlens": np.array([0, 1000, 5000])}], ids=str)
-def test_memory_is_linear(options):
-    short, long = temporaries(8192, **options), temporaries(32768, **options)
+LINEAR_MEMORY = {
+    "causal": lambda tokens: {"causal": True},
+    "packed": lambda tokens: {"cu_seqlens": np.array([0, 1000, 5000])},
+    "segments": lambda tokens: {"segment_ids": np.arange(tokens)[None] // 1000},
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_MEMORY)
+def test_memory_is_linear(name):
+    short, long = (temporaries(tokens, **LINEAR_MEMORY[name](tokens)) for tokens in (8192, 32768))
     assert short < 8192 * 8192 * 4 / 8, f"{short} bytes: an eighth of the scores or more"
     assert long < 4.5 * short, f"{short} bytes grew to {long} with four times the tokens"
 

@@ -49,6 +49,8 @@ SOFTMAX = {
     "everything",
     "packed, everything",
     "packed, padding",
+    "segments, everything",
+    "few queries, segments",
     "offset by row",
     "one query, everything",
 }
@@ -62,7 +64,13 @@ def calls():
     for case in delta_rule_cases.CASES:
         if case.name in DELTA:
             yield pytest.param(getattr(ejkernel, case.op), case.arrays(), case.options, id=f"delta-{case}")
-    for case in (*attention_cases.CASES, *attention_cases.PACKED, *attention_cases.OFFSET, *attention_cases.FEW):
+    for case in (
+        *attention_cases.CASES,
+        *attention_cases.PACKED,
+        *attention_cases.SEGMENTED,
+        *attention_cases.OFFSET,
+        *attention_cases.FEW,
+    ):
         if case.name in SOFTMAX:
             yield pytest.param(ejkernel.flash_attention, case.arrays(), case.options, id=f"softmax-{case}")
 

@@ -35,7 +35,7 @@ SAID = [
     ("flash_attention", "is_causal", "this library calls it 'causal'"),
     ("flash_attention", "mask", "this library calls it 'attention_mask'"),
     ("attention", "attn_mask", "this library calls it 'attention_mask'"),
-    ("recurrent_gla", "mask", "pack the sequences with 'cu_seqlens' to leave padding out"),
+    ("recurrent_gla", "mask", "padding is what has a negative id in 'segment_ids'"),
     ("kda", "output_final_state", "the final state is always returned, after the output"),
     ("kda", "use_qk_l2norm_in_kernel", "this library calls it 'normalize'"),
     ("simple_gla", "use_qk_l2norm_in_kernel", "normalize query and key before the call"),
@@ -96,14 +96,20 @@ def test_every_argument_is_documented_where_editors_show_it(front):
 
 
 # what an argument means depends on the op
-OF_ITS_OWN = {("simple_gla", "g"), ("gated_delta_rule", "g"), ("kda", "g"), ("flash_attention", "dtype")}
+OF_ITS_OWN = {
+    ("simple_gla", "g"),
+    ("gated_delta_rule", "g"),
+    ("kda", "g"),
+    ("flash_attention", "dtype"),
+    *(("paged_attention", name) for name in ("query", "key", "value", "sliding_window")),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in FRONTS if "balanced" not in name])
 def test_an_argument_is_described_in_the_same_words_everywhere(name):
     """Those of its family's first op, or of the op that is sharded, perhaps with a sentence of its own behind them."""
     op = OPS[name.removeprefix("parallel.")]
-    first = {"linear recurrence": "recurrent", "delta rule": "delta_rule", "softmax": "attention"}[op.core]
+    first = {"linear recurrence": "recurrent", "delta rule": "delta_rule", "softmax": "attention"}.get(op.core, op.name)
     source = op.name if name.startswith("parallel.") else first
     words = described(FRONTS[source])
     for argument, text in described(FRONTS[name]).items():

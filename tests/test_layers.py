@@ -10,6 +10,7 @@ ROOT = Path(ejkernel.__file__).parent
 # Lower layers first; a module may import from its own layer and the ones below.
 LAYERS = (
     (
+        "ejkernel._cache_folder",
         "ejkernel._checked",
         "ejkernel._checks",
         "ejkernel._command_line",
@@ -26,16 +27,24 @@ LAYERS = (
     ("ejkernel._dispatch",),
     (
         "ejkernel.kernels._differentiable",
+        "ejkernel.kernels._kernel_cache",
         "ejkernel.kernels._launch",
         "ejkernel.kernels._pallas",
+        "ejkernel.kernels._partitioned",
         "ejkernel.kernels._phases",
         "ejkernel.kernels._shared_memory",
         "ejkernel.kernels._varying",
         "ejkernel.kernels.chunks",
     ),
     ("ejkernel.kernels",),
-    ("ejkernel._bind",),
-    ("ejkernel.attention", "ejkernel.delta_rule", "ejkernel.linear_attention"),
+    ("ejkernel._bind", "ejkernel._pools"),
+    (
+        "ejkernel.attention",
+        "ejkernel.convolution",
+        "ejkernel.delta_rule",
+        "ejkernel.linear_attention",
+        "ejkernel.paged_attention",
+    ),
     ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
     ("ejkernel.demo",),
     ("ejkernel",),
@@ -77,7 +86,12 @@ def test_imports_go_down():
             assert layer(name) <= layer(module), f"{module} imports {name}, which is above it"
 
 
-CORES = "ejkernel.kernels.attention", "ejkernel.kernels.delta_rule", "ejkernel.kernels.linear_recurrence"
+CORES = (
+    "ejkernel.kernels.attention",
+    "ejkernel.kernels.convolution",
+    "ejkernel.kernels.delta_rule",
+    "ejkernel.kernels.linear_recurrence",
+)
 
 
 def test_no_core_imports_another():

@@ -143,6 +143,40 @@ def test_mamba2():
     check(run("mamba2", x, delta, A, Bs, Cs, D), expected)
 
 
+def test_mlstm():
+    q, k, v = normal(B, T, H, K), rounded(normal(B, T, H, K) + 1), normal(B, T, H, V)
+    i, log_f = rounded(4 * normal(B, T, H)), decays(B, T, H)
+
+    def step(state, q, k, v, i, log_f):
+        C, n, m = state
+        larger = np.maximum(log_f + m, i)
+        forget, write = np.exp(log_f + m - larger)[..., None], np.exp(i - larger)[..., None] * k * K**-0.5
+        C, n = forget[..., None] * C + write[..., None] * v[..., None, :], forget * n + write
+        below = np.maximum(np.abs((n * q).sum(-1)), np.exp(-larger))
+        return np.einsum("bhkv,bhk->bhv", C, q) / below[..., None], (C, n, larger)
+
+    start = np.zeros((B, H, K, V)), np.zeros((B, H, K)), np.full((B, H), -np.inf)
+    expected, _ = over_tokens(step, start, q, k, v, i, log_f)
+    check([run("mlstm", q, k, v, i, log_f)], [expected])
+
+
+def test_based():
+    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
+    scores = np.einsum("bshk,blhk->bhsl", q, k) * K**-0.5
+    weights = np.where(np.tri(T, dtype=bool), 1 + scores + scores**2 / 2, 0)
+    expected = np.einsum("bhsl,blhv->bshv", weights / weights.sum(-1, keepdims=True), v)
+    check([run("based", q, k, v)[0]], [expected])
+
+
+def test_fox():
+    q, k, v, log_f = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V), rounded(-np.exp(normal(B, T, H) - 2))
+    sums = np.moveaxis(np.cumsum(log_f, 1), 1, 2)
+    scores = np.einsum("bshk,blhk->bhsl", q, k) * K**-0.5 + sums[..., None] - sums[:, :, None]
+    weights = np.exp(np.where(np.tri(T, dtype=bool), scores, -np.inf))
+    expected = np.einsum("bhsl,blhv->bshv", weights / weights.sum(-1, keepdims=True), v)
+    check([run("fox", q, k, v, log_f)], [expected])
+
+
 def test_minimax():
     heads, layer, layers = 4, 3, 10
     q, k, v = normal(B, T, heads, K), rounded(normal(B, T, heads, K) + 1), normal(B, T, heads, V)

@@ -55,6 +55,7 @@ EVERYTHING = {"causal": True, "sliding_window": (9, 3), "logits_soft_cap": 3.0, 
 DROPOUT = {"deterministic": False, "dropout_prob": 0.2, "dropout_rng": jax.random.PRNGKey(0)}
 SINKS, BIAS = {"softmax_aux": (2, 1)}, {"bias": (2, 4, 20, 20)}
 PADDED = {"cu_seqlens": np.array([0, 3, 3, 11, 15], np.int32)}
+SEGMENTS = np.arange(40).reshape(2, 20) // 7 - 1
 TIME = {"axis_name": "time", "mesh": MESH}
 RING = TIME | {"causal": True}
 FIRST = {"head_first": True, "reverse": True}
@@ -81,8 +82,15 @@ ROWS = [
             heads((20,)) | SINKS,
             dtype,
         ),
+        Row(
+            "flash_attention, segments",
+            partial(ejkernel.flash_attention, **EVERYTHING, segment_ids=SEGMENTS, block_sizes=(7, 4)),
+            heads() | SINKS | BIAS,
+            dtype,
+        ),
         Row("flash_attention, scale", ejkernel.flash_attention, heads() | {"softmax_scale": ()}, dtype),
         Row("parallel.flash_attention", partial(parallel.flash_attention, **RING), heads() | SINKS, dtype),
+        Row("parallel, segments", partial(parallel.flash_attention, **RING, segment_ids=SEGMENTS), heads(), dtype),
         Row("parallel, packed", partial(parallel.flash_attention, **RING, **PADDED), heads((20,)) | SINKS, dtype),
         Row(
             "parallel.recurrent",
@@ -120,6 +128,7 @@ STATES, GAMMA = {"initial_state": (2, 4, 8, 6)}, {"g_gamma": (1, 4)}
 GATES = {"g": (2, 70, 4, 8), "gk": (2, 70, 4, 1), "gv": (2, 70, 4, 6)} | GAMMA
 BORDERS = {"cu_seqlens": np.array([0, 3, 3, 40, 66], np.int32)}
 SEVERAL = {"g": (70, 4, 8), "g_gamma": (4, 4), "initial_state": (4, 4, 8, 6)}
+SIGNAL = {"x": (2, 70, 5), "weight": (4, 5), "bias": (5,)}
 NORMAL = {name: partial(getattr(ejkernel, name), normalize=True) for name in ("delta_rule", "gated_delta_rule", "kda")}
 
 
@@ -156,6 +165,20 @@ ROWS += [
         Row("recurrent, gv packed", partial(ejkernel.recurrent, **BORDERS), STREAM | {"gv": (70, 4, 6)}, dtype),
         Row("recurrent, one token", of_any_length(ejkernel.recurrent, 1), LINEAR | GATES | STATES, dtype),
         Row("recurrent, few tokens", of_any_length(ejkernel.recurrent, 5), LINEAR | GATES | STATES, dtype),
+        Row("causal_conv1d", partial(ejkernel.causal_conv1d, activation="silu"), SIGNAL, dtype),
+        Row("causal_conv1d, states", ejkernel.causal_conv1d, SIGNAL | {"initial_state": (2, 3, 5)}, dtype),
+        Row(
+            "causal_conv1d, packed",
+            partial(ejkernel.causal_conv1d, **BORDERS),
+            SIGNAL | {"x": (70, 5), "initial_state": (4, 3, 5)},
+            dtype,
+        ),
+        Row(
+            "causal_conv1d, segments",
+            partial(ejkernel.causal_conv1d, segment_ids=np.arange(140).reshape(2, 70) // 9 - 1),
+            SIGNAL | {"initial_state": (2, 3, 5)},
+            dtype,
+        ),
         Row("delta_rule, scale", NORMAL["delta_rule"], LINEAR | {"beta": (2, 70, 4), "softmax_scale": ()}, dtype),
         Row(
             "gated_delta_rule, few tokens",

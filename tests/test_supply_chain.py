@@ -73,6 +73,8 @@ def test_source(path):
         if name.split(".")[-1] in ("load", "loads", "memmap", "fromfile"):
             keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
             safe = name == "json.loads" or (name, keywords.get("allow_pickle")) == ("np.load", "False")
+            # bytes are no objects, whatever they are viewed as afterwards
+            safe = safe or (name == "np.memmap" and ast.unparse(call.args[1]) == "np.uint8")
             # device code loads from pointers; what our own functions load is looked at there
             safe = safe or name == "tl.load" or name.split(".")[0] in ours
             assert safe, f"line {call.lineno} calls {name} without allow_pickle=False"

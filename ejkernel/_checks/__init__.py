@@ -4,9 +4,21 @@ Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Co
 """
 
 from ejkernel._checks.arrays import AnyArray, array, factor, floating, grouped_heads, scalar, time_series, unbatched
+from ejkernel._checks.convolution import Convolution, activation, convolution
 from ejkernel._checks.delta_rule import DeltaRule, delta_rule
 from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mesh_axis, ring_slices
-from ejkernel._checks.packing import Borders, cu_seqlens, one_row, packed_borders, segment_ids, static_total, token_mask
+from ejkernel._checks.packing import (
+    Borders,
+    cu_seqlens,
+    one_row,
+    packed_borders,
+    segment_ids,
+    static_total,
+    token_mask,
+    token_segments,
+)
+from ejkernel._checks.paged import PagedCache, integers, paged_attention
+from ejkernel._checks.pools import Pool, pool, start
 from ejkernel._checks.recurrence import (
     LinearAttention,
     carried,
@@ -22,11 +34,14 @@ from ejkernel._checks.softmax import (
     attention_bias,
     attention_inputs,
     attention_mask,
+    attention_segments,
     block_sizes,
     dropout,
+    no_segments,
     query_offset,
     sinks,
     sliding_window,
+    soft_cap,
 )
 from ejkernel._checks.values import (
     axis,
@@ -44,17 +59,23 @@ from ejkernel._checks.wording import Dims, fail, is_concrete, warn
 __all__ = [
     "AnyArray",
     "Borders",
+    "Convolution",
     "DeltaRule",
     "Dims",
     "LinearAttention",
+    "PagedCache",
+    "Pool",
+    "activation",
     "array",
     "attention_bias",
     "attention_inputs",
     "attention_mask",
+    "attention_segments",
     "axis",
     "block_sizes",
     "bound_axis",
     "carried",
+    "convolution",
     "cu_seqlens",
     "delta_rule",
     "divisible_time",
@@ -69,14 +90,18 @@ __all__ = [
     "grouped_heads",
     "heads",
     "integer_dtype",
+    "integers",
     "is_concrete",
     "known_size",
     "layer_input",
     "layer_number",
     "linear_attention",
     "mesh_axis",
+    "no_segments",
     "one_row",
     "packed_borders",
+    "paged_attention",
+    "pool",
     "position",
     "positive",
     "positive_int",
@@ -88,10 +113,13 @@ __all__ = [
     "segment_ids",
     "sinks",
     "sliding_window",
+    "soft_cap",
+    "start",
     "state_dtype",
     "static_total",
     "time_series",
     "token_mask",
+    "token_segments",
     "unbatched",
     "warn",
 ]

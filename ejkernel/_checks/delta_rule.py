@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from ejkernel._checks.arrays import floating
+from ejkernel._checks.packing import token_segments
 from ejkernel._checks.recurrence import packed, rows, state, state_dtype
 from ejkernel._checks.values import known_size
 from ejkernel._checks.wording import Dims, fail
@@ -19,8 +20,9 @@ class DeltaRule(NamedTuple):
     value: jax.Array
     beta: jax.Array
     g: jax.Array | None
-    initial_state: jax.Array | None
+    initial_state: Any  # an array, a `Pool` or `None`
     cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
     sequences: int
     unbatched: bool
 
@@ -36,7 +38,15 @@ class DeltaRule(NamedTuple):
 
 
 def delta_rule(
-    query: Any, key: Any, value: Any, beta: Any, g: Any, gate: str, initial_state: Any, borders: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    beta: Any,
+    g: Any,
+    gate: str,
+    initial_state: Any,
+    borders: Any,
+    segment_ids: Any = None,
 ) -> DeltaRule:
     """The arguments of the delta rule; `gate` is the pattern of `g` after the tokens, if it has one."""
     query = floating("query", query)
@@ -58,11 +68,12 @@ def delta_rule(
     if gate:
         arrays["g"] = floating("g", g)
         dims.match("g", arrays["g"], f"{lead} {gate}")
+    ids = None if segment_ids is None else token_segments(dims, segment_ids, borders)
     borders = packed(dims, borders, unbatched)
     if initial_state is not None:
-        initial_state = state(dims, initial_state)
+        initial_state = state(dims, initial_state, borders)
     if unbatched:
         arrays = {name: x[None] for name, x in arrays.items()}
     query, key, value, beta = (arrays[name] for name in ("query", "key", "value", "beta"))
     sequences = dims[rows(dims)]
-    return DeltaRule(query, key, value, beta, arrays.get("g"), initial_state, borders, sequences, unbatched)
+    return DeltaRule(query, key, value, beta, arrays.get("g"), initial_state, borders, ids, sequences, unbatched)

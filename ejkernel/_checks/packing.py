@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ejkernel._checks.arrays import array
-from ejkernel._checks.wording import fail, is_concrete
+from ejkernel._checks.wording import Dims, fail, is_concrete
 
 # What callers may give for `cu_seqlens`.
 Borders = ArrayLike | Sequence[int]
@@ -83,6 +83,25 @@ def segment_ids(ids: Any, sequences: Any) -> tuple[jax.Array, int]:
         runs = int(np.count_nonzero(known[:, 1:] != known[:, :-1])) + known[:, :1].size
         checked = jnp.asarray(known)
     return checked, _room("sequences", sequences, runs, "ids")
+
+
+def token_segments(
+    dims: Dims, ids: Any, borders: Any, pattern: str = "B T", argument: str = "segment_ids"
+) -> jax.Array:
+    """`ids`, an integer array that says of each token of `dims` to which sequence of its row it belongs.
+
+    It keeps its dtype: unsigned ids are never padding, however large. `borders` are `cu_seqlens`, which it excludes.
+    """
+    if borders is not None:
+        fail(argument, "ids beside cu_seqlens", "one of the two")
+    checked = array(argument, ids)
+    if not jnp.issubdtype(checked.dtype, jnp.integer):
+        raise TypeError(f"{argument}: got dtype {checked.dtype}; expected an integer dtype")
+    dims.match(argument, checked, pattern)
+    if isinstance(ids, np.ndarray) and (ids != (held := ids.astype(checked.dtype))).any():
+        # JAX counts in fewer bits unless x64 is on, and ids that are cut off may coincide
+        fail(argument, f"id {ids[ids != held][0]}", f"ids that {checked.dtype} holds")
+    return checked
 
 
 def token_mask(mask: Any) -> jax.Array:

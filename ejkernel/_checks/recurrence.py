@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._checks.arrays import array, floating
-from ejkernel._checks.packing import cu_seqlens
+from ejkernel._checks.packing import cu_seqlens, token_segments
+from ejkernel._checks.pools import STATES, Pool, pool
 from ejkernel._checks.values import known_size
 from ejkernel._checks.wording import Dims, fail, is_concrete
 
@@ -27,8 +28,9 @@ class LinearAttention(NamedTuple):
     g_gamma: jax.Array | None
     gk: jax.Array | None
     gv: jax.Array | None
-    initial_state: jax.Array | None
+    initial_state: Any  # an array, a `Pool` or `None`
     cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
     sequences: int
     unbatched: bool
 
@@ -53,6 +55,7 @@ def linear_attention(
     gv: Any = None,
     initial_state: Any = None,
     borders: Any = None,
+    segment_ids: Any = None,
 ) -> LinearAttention:
     """The arguments of `recurrent`; `borders` is its `cu_seqlens`."""
     query = floating("query", query)
@@ -75,18 +78,19 @@ def linear_attention(
         if x is not None:
             arrays[name] = floating(name, x)
             dims.match(name, arrays[name], f"{lead} {pattern}")
+    ids = None if segment_ids is None else token_segments(dims, segment_ids, borders)
     borders = packed(dims, borders, unbatched)
     if g_gamma is not None:
         g_gamma = floating("g_gamma", g_gamma)
         dims.match("g_gamma", g_gamma, "H", f"1|{rows(dims)} H")
     if initial_state is not None:
-        initial_state = state(dims, initial_state)
+        initial_state = state(dims, initial_state, borders)
     if unbatched:
         arrays = {name: x[None] for name, x in arrays.items()}
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     g, gk, gv = (arrays.get(name) for name in ("g", "gk", "gv"))
     sequences = dims[rows(dims)]
-    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, sequences, unbatched)
+    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, ids, sequences, unbatched)
 
 
 def rows(dims: Dims) -> str:
@@ -105,8 +109,10 @@ def packed(dims: Dims, borders: Any, unbatched: bool) -> jax.Array | None:
     return borders
 
 
-def state(dims: Dims, x: Any) -> jax.Array:
-    """`initial_state`, one for each sequence or one for all."""
+def state(dims: Dims, x: Any, borders: Any) -> jax.Array | Pool:
+    """`initial_state`, one for each sequence or one for all, or a pool of states."""
+    if isinstance(x, Pool):
+        return pool(dims, rows(dims), x, "H K V", borders, STATES)
     x = floating("initial_state", x)
     dims.match("initial_state", x, "H K V", f"{rows(dims)} H K V")
     return x
@@ -156,16 +162,19 @@ def layer_number(x: Any, num_layers: int) -> jax.Array:
     return number
 
 
-def layer_input(dims: Dims, x: Any, borders: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The tokens that a layer takes, and its `cu_seqlens`; `dims` knows the `width` and learns `B` or `N`."""
+def layer_input(dims: Dims, x: Any, borders: Any, ids: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The tokens that a layer takes, its `cu_seqlens` and its `segment_ids`.
+
+    `dims` knows the `width` and learns `B` or `N`.
+    """
     x = floating("x", x)
-    if borders is None:
+    if ids is not None or borders is None:
         dims.match("x", x, "B T width")
-        return x, None
+        return x, None, None if ids is None else token_segments(dims, ids, borders)
     dims.match("x", x, "T width", "1 T width")
     borders = cu_seqlens(borders, x.shape[-2])
     dims.sizes["N"] = borders.shape[0] - 1
-    return x, borders
+    return x, borders, None
 
 
 def carried(dims: Dims, argument: str, x: Any, pattern: str) -> jax.Array:

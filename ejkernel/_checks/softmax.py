@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._checks.arrays import array, floating, grouped_heads
-from ejkernel._checks.values import flag, positive_int, real
+from ejkernel._checks.packing import token_segments
+from ejkernel._checks.values import flag, positive, positive_int, real
 from ejkernel._checks.wording import Dims, fail, is_concrete
 
 
@@ -42,6 +43,37 @@ def _within_int32(x: Any, numpy: Any) -> Any:
     return numpy.asarray(numpy.clip(x, max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)))
 
 
+def attention_segments(dims: Dims, ids: Any, ids_kv: Any) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """`segment_ids` and `segment_ids_kv` in one dtype, the one standing in for the other; `None` if there are none."""
+    if ids is None:
+        if ids_kv is not None:
+            fail("segment_ids_kv", "ids of keys alone", "segment_ids beside it")
+        return None, None
+    ids = _signed(token_segments(dims, ids, None, "B S"))
+    if ids_kv is None:
+        if dims["S"] != dims["L"]:
+            fail("segment_ids_kv", f"None with {dims['S']} queries and {dims['L']} keys", "ids [B, L] of the keys")
+        return ids, ids
+    ids_kv = _signed(token_segments(dims, ids_kv, None, "B L", "segment_ids_kv"))
+    if {ids.dtype, ids_kv.dtype} == {np.dtype(np.int32), np.dtype(np.int64)}:
+        ids, ids_kv = ids.astype(np.int64), ids_kv.astype(np.int64)
+    if ids.dtype != ids_kv.dtype:
+        raise TypeError(f"segment_ids_kv: got dtype {ids_kv.dtype}; expected {ids.dtype}, as segment_ids has")
+    return ids, ids_kv
+
+
+def no_segments(ids: Any, ids_kv: Any) -> None:
+    """Sequences are told apart by `cu_seqlens` or by ids."""
+    for argument, each in (("segment_ids", ids), ("segment_ids_kv", ids_kv)):
+        if each is not None:
+            fail(argument, "ids beside cu_seqlens", "one of the two")
+
+
+def _signed(ids: jax.Array) -> jax.Array:
+    """`ids` as int32 where that holds all of their dtype."""
+    return ids.astype(np.int32) if np.iinfo(ids.dtype).max <= np.iinfo(np.int32).max else ids
+
+
 def attention_mask(dims: Dims, mask: Any) -> jax.Array:
     """`mask` as a bool array that broadcasts to `[B, H, S, L]`, or does with its heads repeated by group."""
     mask = array("attention_mask", mask)
@@ -70,6 +102,12 @@ def sinks(dims: Dims, logits: Any) -> jax.Array | None:
     if logits.shape[-1] == 0:
         return None
     return logits if logits.ndim == 2 else logits[None]
+
+
+def soft_cap(cap: Any) -> float | None:
+    """`logits_soft_cap`, if given, within a range that float32 has numbers for quotients by."""
+    # beyond these a cap bends nothing, or everything
+    return None if cap is None else min(max(positive("logits_soft_cap", cap), 2.0**-100), 2.0**100)
 
 
 def block_sizes(sizes: Any) -> tuple[int, int]:

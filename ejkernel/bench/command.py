@@ -13,7 +13,7 @@ import jax
 
 from ejkernel import __version__
 from ejkernel._command_line import no_device, quietly, whole
-from ejkernel._ops import OPS, Op
+from ejkernel._ops import COMMON, Op
 from ejkernel.bench import ceilings, results
 from ejkernel.bench.calls import DIRECTIONS, DTYPES, Shape
 from ejkernel.bench.measure import Limits, measure
@@ -49,7 +49,7 @@ def main(
     )
     _add_arguments(parser, peers)
     options = parser.parse_args(arguments)
-    for what, given, known in (("op", options.ops, OPS), ("peer", options.peer or [], {**peers, "none": None})):
+    for what, given, known in (("op", options.ops, COMMON), ("peer", options.peer or [], {**peers, "none": None})):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     try:
@@ -68,7 +68,7 @@ def main(
 
 def _add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer]) -> None:
     known = "; ".join(f"{peer.name}: {peer.description}" for peer in peers.values())
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"which, all if none: {', '.join(OPS)}")
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"which, all if none: {', '.join(COMMON)}")
     which = f"which of them, or none; if not given, those that can run here ({known})"
     parser.add_argument("--peer", nargs="+", action="extend", metavar="NAME", help=which)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -158,10 +158,10 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
 
 
 def _calls(options: argparse.Namespace, shapes: Sequence[Shape]) -> Iterator[tuple[Op, Shape, str]]:
-    for name in dict.fromkeys(options.ops or OPS):
+    for name in dict.fromkeys(options.ops or COMMON):
         for shape in shapes:
             for direction in options.directions or DIRECTIONS:
-                yield OPS[name], shape, direction
+                yield COMMON[name], shape, direction
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The ops in float64, to measure errors with: the scan over tokens, or softmax as it is defined."""
+"""The ops in float64, to measure errors with: the scan over tokens, or softmax and convolution as they are defined."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,8 @@ def of_head(op: Op, arrays: Mapping[str, np.ndarray], head: int, heads: int, ups
         gamma = None if op.log_decay is None else jnp.asarray(op.log_decay(heads)[head : head + 1], jnp.float64)
 
         def run(inputs: dict[str, jax.Array]) -> jax.Array:
+            if op.core == "convolution":
+                return _convolution(inputs["x"], inputs["weight"])[0]
             return (
                 _softmax(inputs["query"], inputs["key"], inputs["value"])
                 if op.core == "softmax"
@@ -32,7 +34,8 @@ def of_head(op: Op, arrays: Mapping[str, np.ndarray], head: int, heads: int, ups
         else:
             output, pull = jax.vjp(run, inputs)
             results = {"output": output, **pull(jnp.asarray(upstream, jnp.float64)[None, :, None])[0]}
-        return {name: np.asarray(x)[0, :, 0] for name, x in results.items()}
+        # the weight is one for all rows, and its gradient a sum over them
+        return {name: np.asarray(x)[0, :, 0] for name, x in results.items() if name != "weight"}
 
 
 def of_call(
@@ -41,11 +44,11 @@ def of_call(
     """The output of a whole small call, its final state if it has one, and its gradients, by name."""
     with jax.enable_x64(True), _on_a_cpu():
         inputs = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
-        _, tokens, heads, _ = inputs["query"].shape
+        _, tokens, heads, _ = next(iter(inputs.values())).shape
         # which sequence each token is in
         sequence = np.searchsorted(np.asarray([0] if borders is None else borders), np.arange(tokens), "right")
         gamma = None if op.log_decay is None else jnp.asarray(op.log_decay(heads), jnp.float64)
-        run = _whole_softmax if op.core == "softmax" else _whole_scan
+        run = {"softmax": _whole_softmax, "convolution": _whole_convolution}.get(op.core, _whole_scan)
         results = run(inputs, jnp.asarray(np.asarray(upstream), jnp.float64), jnp.asarray(sequence), gamma)
         return {name: np.asarray(x) for name, x in results.items()}
 
@@ -67,6 +70,14 @@ def _whole_softmax(
     return {"output": output, **pull(upstream)[0]}
 
 
+@jax.jit
+def _whole_convolution(
+    inputs: dict[str, jax.Array], upstream: jax.Array, sequence: jax.Array, gamma: None
+) -> dict[str, jax.Array]:
+    output, pull, state = jax.vjp(lambda x: _convolution(x["x"], x["weight"], sequence), inputs, has_aux=True)
+    return {"output": output, "final state": state, **pull(upstream)[0]}
+
+
 def _on_a_cpu() -> contextlib.AbstractContextManager[object]:
     """Where float64 is at home; without a CPU backend, on the device that there is."""
     try:
@@ -83,6 +94,20 @@ def _softmax(query: jax.Array, key: jax.Array, value: jax.Array, sequence: jax.A
         seen &= sequence[:, None] == sequence
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bhsl,blhd->bshd", weights, value)
+
+
+def _convolution(x: jax.Array, weight: jax.Array, sequence: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """With silu, within each sequence if `sequence [T]` tells several apart; and the row's last tokens."""
+    taps, tokens = weight.shape[1], x.shape[1]
+    longer = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
+    total = jnp.zeros_like(x)
+    for lag in range(taps):
+        own = jnp.ones(tokens, bool)
+        if sequence is not None:
+            own = sequence == jnp.pad(sequence, (lag, 0), constant_values=-1)[:tokens]
+        tap = jnp.where(own[:, None, None], longer[:, taps - 1 - lag : taps - 1 - lag + tokens], 0)
+        total += tap * weight[:, taps - 1 - lag][:, None]
+    return jax.nn.silu(total), longer[:, tokens:]
 
 
 def errors(results: Mapping[str, np.ndarray], expected: Results) -> dict[str, float]:

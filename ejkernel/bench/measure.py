@@ -55,7 +55,10 @@ def measure(
         rows[who] = row
     ready = {who: each for who, each in programs.items() if each is not None}
     gradients = arrays if gradient else {}
-    moved, operations = moved_bytes(arrays, upstream, gradients, arrays["value"]), flops(op, shape, gradient)
+    moved, operations = (
+        moved_bytes(arrays, upstream, gradients, arrays["x" if op.core == "convolution" else "value"]),
+        flops(op, shape, gradient),
+    )
     for who, times in _timed(ready, limits).items():
         rows[who] = replace(rows[who], bytes=moved, flops=operations, **times)
     return list(rows.values())

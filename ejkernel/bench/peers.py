@@ -65,7 +65,7 @@ def _is_softmax(op: Op) -> bool:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("scan", "lax.scan over tokens", lambda: None, lambda op: op.core != "softmax", _scan),
+        Peer("scan", "lax.scan over tokens", lambda: None, lambda op: op.core not in ("softmax", "convolution"), _scan),
         Peer("jax.nn", "jax.nn.dot_product_attention on XLA", lambda: None, _is_softmax, _jax_nn("xla")),
         Peer("cudnn", "jax.nn.dot_product_attention on cuDNN", _no_gpu, _is_softmax, _jax_nn("cudnn")),
     )

@@ -66,45 +66,56 @@ class Exchange:
         """Whether the caller's `shard_map` tracks over which axes values vary (`check_vma`)."""
         return self.axis in _varying.axes(lax.axis_index(self.axis))
 
-    def forward(self, initial: jax.Array, transition: Any, added: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def forward(
+        self, initial: jax.Array, transition: Any, added: jax.Array, passes: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """From the initial state and this slice's effect: the final state, the slice's start state, and residuals.
 
-        The final state is the same on all devices. `backward` takes the residuals.
+        The final state is the same on all devices. `backward` takes the residuals. `passes [devices, N]` says of all
+        slices whether a state gets through them; `None` stands for all.
         """
         effect = self.algebra.pack(transition, added)
-        if self._by_tree(added):
+        if passes is None and self._by_tree(added):
             return *self._tree(initial, effect), transition
-        transitions, all_added = self.algebra.unpack(self._gather(effect))
-        return *self._scan(initial, transitions, all_added), transitions
+        transitions, all_added = self.algebra.unpack(self.gather(effect))
+        return *self._scan(initial, transitions, all_added, passes), transitions
 
-    def backward(self, d_final: jax.Array, residuals: Any, d_start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def backward(
+        self, d_final: jax.Array, residuals: Any, d_start: jax.Array, passes: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The cotangents of the initial state and of the state at the end of this slice.
 
         `d_start` is the cotangent of this slice's start state by way of its own output. The exchange is one in the
         order opposite to that of the forward pass.
         """
         transition = self.algebra.transpose(residuals)
-        if self._by_tree(d_start):
+        if passes is None and self._by_tree(d_start):
             return self._tree(d_final, self.algebra.pack(transition, d_start))
-        return self._scan(d_final, transition, self._gather(d_start))
+        return self._scan(d_final, transition, self.gather(d_start), passes)
 
     def _by_tree(self, added: jax.Array) -> bool:
         # a gather over this axis would first gather what XLA shards over others
         return _sharding.left_to_xla() or by_tree(self.devices, added.size * added.dtype.itemsize)
 
-    def _gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: jax.Array) -> jax.Array:
         """The arrays of all devices, `[devices, …]`."""
         # untracked, nothing is known to be the same on all devices
         return lax.all_gather(x, self.axis, to="invarying" if self.tracked else "varying")
 
-    def _scan(self, initial: jax.Array, transitions: Any, added: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _scan(
+        self, initial: jax.Array, transitions: Any, added: jax.Array, passes: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """The final state and this slice's start state, from the effects of all slices."""
 
-        def step(state: jax.Array, effect: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            transition, added = effect
-            return self.algebra.apply(transition, state) + added, state
+        def step(state: jax.Array, effect: tuple[Any, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+            transition, added, passes = effect
+            following = self.algebra.apply(transition, state)
+            if passes is not None:
+                # selected, not multiplied: a state that ends here may be NaN
+                following = jnp.where(passes[:, None, None, None], following, 0)
+            return following + added, state
 
-        initial, effects = _varying.align((initial, (transitions, added)))
+        initial, effects = _varying.align((initial, (transitions, added, passes)))
         final, starts = lax.scan(step, initial, effects, reverse=self.reverse)
         return final, lax.dynamic_index_in_dim(starts, lax.axis_index(self.axis), keepdims=False)
 

@@ -10,7 +10,7 @@ phases (`kernels._phases`) with the exchange between them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import lax
 from ejkernel import _checks, _sharding
 from ejkernel._dispatch import Implementation, resolve
 from ejkernel.kernels import _phases, _varying
+from ejkernel.kernels.chunks.segments import runs
 from ejkernel.parallel._exchange import Algebra, Exchange
 
 Arrays = dict[str, Any]
@@ -83,7 +84,7 @@ def run_sharded(
     if packed:
         arrays["cu_seqlens"] = checked.cu_seqlens
     sliced = jax.P(axis) if checked.unbatched else jax.P(None, axis)
-    specs = {name: sliced if name in recurrence.per_token else jax.P() for name in arrays}
+    specs = {name: sliced if name in (*recurrence.per_token, "segment_ids") else jax.P() for name in arrays}
     run = jax.shard_map(
         partial(run_slice, devices=devices),
         mesh=_sharding.as_auto(mesh),
@@ -130,6 +131,22 @@ def _on_slice(
     return _sharding.partitioned(run, results, local)
 
 
+class Segments(NamedTuple):
+    """How sequences lie across slices where rows hold several; `None` where they do not.
+
+    Attributes:
+        enters: `[B]`: whether the state before this slice is what the row's first sequence here starts from.
+        passes: `[devices, B]`: of all slices, whether the state behind one follows from that before it.
+    """
+
+    enters: jax.Array | None
+    passes: jax.Array | None
+
+    def entering(self, states: jax.Array) -> jax.Array:
+        """States `[N, H, K, V]` before this slice, or their cotangents, without those that nothing starts from."""
+        return states if self.enters is None else jnp.where(self.enters[:, None, None, None], states, 0)
+
+
 @dataclass(frozen=True)
 class Static:
     """What is fixed when a call is traced; `call` has the sizes of a slice, `chosen` are implementations by device."""
@@ -147,6 +164,25 @@ class Static:
 
     def exchange(self, reverse: bool) -> Exchange:
         return Exchange(self.recurrence.algebra, self.axis, self.devices, reverse)
+
+    def segments(self, ids: jax.Array | None) -> Segments:
+        """How the sequences of rows, if these hold several, lie across slices; `ids` are those of this slice."""
+        call = self.call
+        if not call.segmented:
+            return Segments(None, None)
+        assert ids is not None
+        found, order = runs(ids), -1 if call.reverse else 1
+        visited, several = ids[:, ::order], found.first_visited(call).sum(1) > 1
+        facts = jnp.stack([x.astype(ids.dtype) for x in (visited[:, 0], visited[:, -1], found.valid.any(1), several)])
+        # of all slices, in the order in which they are visited
+        facts = jnp.moveaxis(self.exchange(call.reverse).gather(facts), 1, 0)[:, ::order]
+        first, last, some, several = facts
+        before = jnp.cumsum(some > 0, 0) - (some > 0)
+        follows = jnp.concatenate([jnp.zeros_like(first[:1], bool), first[1:] == last[:-1]]) & (first >= 0)
+        enters = follows | (before == 0)
+        passes = (some == 0) | (enters & (several == 0))
+        enters = lax.dynamic_index_in_dim(enters[::order], lax.axis_index(self.axis), keepdims=False)
+        return Segments(enters, passes[::order])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -180,9 +216,11 @@ def _forward_pass(
 
     def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Any:
         carry, transition, added = static.recurrence.begin(implementation, call, inputs, cu_seqlens)
-        final, start, exchanged = static.exchange(call.reverse).forward(initial, transition, added)
-        output, residuals = _phases.phases_of(implementation).finish(call, inputs, cu_seqlens, carry, start)
-        return (output, final, start, exchanged), residuals
+        segments = static.segments(cu_seqlens)
+        final, start, exchanged = static.exchange(call.reverse).forward(initial, transition, added, segments.passes)
+        start = segments.entering(start)
+        output, residuals = _phases.phases_of(implementation, call).finish(call, inputs, cu_seqlens, carry, start)
+        return (output, final, start, (exchanged, segments)), residuals
 
     branches = {device: partial(run, each) for device, each in static.chosen}
     (output, final, start, exchanged), residuals = _by_platform(branches, inputs, cu_seqlens, initial)
@@ -207,10 +245,10 @@ def _backward_pass(static: Static, residuals: Any, cotangents: Result) -> tuple[
         d_output: jax.Array,
         d_final: jax.Array,
     ) -> Any:
-        phases, (inputs, cu_seqlens, start, exchanged) = _phases.phases_of(implementation), arrays
+        phases, (inputs, cu_seqlens, start, (exchanged, segments)) = _phases.phases_of(implementation, call), arrays
         common = call, inputs, cu_seqlens, start, residuals[number]
         carry, d_start = phases.begin_back(*common, d_output)
-        d_initial, d_end = exchange.backward(d_final, exchanged, d_start)
+        d_initial, d_end = exchange.backward(d_final, exchanged, segments.entering(d_start), segments.passes)
         return (phases.finish_back(*common, carry, (d_output, d_end)), d_initial), ()
 
     branches = {device: partial(run, i, each) for i, (device, each) in enumerate(static.chosen)}

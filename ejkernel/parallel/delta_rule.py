@@ -39,6 +39,7 @@ def delta_rule(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     normalize: bool = False,
@@ -65,6 +66,10 @@ def delta_rule(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
@@ -87,7 +92,7 @@ def delta_rule(
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
     arrays = {"query": query, "key": key, "value": value, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
     return _run(WITHOUT_GATE, arrays, axis_name, mesh, *options)
 
 
@@ -103,6 +108,7 @@ def gated_delta_rule(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     normalize: bool = False,
@@ -128,6 +134,10 @@ def gated_delta_rule(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
@@ -138,7 +148,7 @@ def gated_delta_rule(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
     return _run(GATE_PER_HEAD, arrays, axis_name, mesh, *options)
 
 
@@ -154,6 +164,7 @@ def kda(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     normalize: bool = False,
@@ -178,6 +189,10 @@ def kda(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
@@ -188,7 +203,7 @@ def kda(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, normalize, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
     return _run(GATE_PER_KEY, arrays, axis_name, mesh, *options)
 
 
@@ -201,25 +216,27 @@ def _run(
     initial_state: AnyArray | None,
     reverse: bool,
     cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
     normalize: bool,
     platform: str | None,
 ) -> Result:
-    arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
     options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize}
     return _tokens.run_sharded(recurrence, arrays, options, axis_name, mesh, platform)
 
 
 def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
-    given = map(arrays.get, (*PER_TOKEN, "initial_state", "cu_seqlens"))
-    query, key, value, beta, g, initial_state, borders = given
-    return _checks.delta_rule(query, key, value, beta, g, gate, initial_state, borders)
+    given = map(arrays.get, (*PER_TOKEN, "initial_state", "cu_seqlens", "segment_ids"))
+    query, key, value, beta, g, *others = given
+    return _checks.delta_rule(query, key, value, beta, g, gate, *others)
 
 
 def _begin(
-    implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
+    implementation: Implementation, call: Call, inputs: tuple[Any, ...], sequences: jax.Array | None
 ) -> tuple[Any, jax.Array, jax.Array]:
-    phases = implementation.phases or phases_from_wide_states(implementation.run)
-    carry, effect = phases.begin(call, inputs, cu_seqlens)
+    own = None if call.segmented else implementation.phases
+    phases = own or phases_from_wide_states(implementation.run)
+    carry, effect = phases.begin(call, inputs, sequences)
     return carry, *_unpack(effect)
 
 

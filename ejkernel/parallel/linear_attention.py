@@ -46,6 +46,7 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -75,6 +76,10 @@ def recurrent(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -92,7 +97,7 @@ def recurrent(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
 
 
@@ -104,6 +109,7 @@ def _spread(
     initial_state: AnyArray | None,
     reverse: bool,
     cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None,
     platform: str | None,
@@ -116,6 +122,7 @@ def _spread(
         "value": value,
         "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
+        "segment_ids": segment_ids,
         **gates,
     }
     options = {"softmax_scale": softmax_scale, "reverse": reverse}
@@ -134,6 +141,7 @@ def recurrent_gla(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -158,6 +166,10 @@ def recurrent_gla(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -166,7 +178,7 @@ def recurrent_gla(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options, g=g, g_gamma=g_gamma)
 
 
@@ -181,6 +193,7 @@ def simple_gla(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -204,6 +217,10 @@ def simple_gla(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -212,7 +229,7 @@ def simple_gla(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options, g=_checks.gate_per_head(g, query, key, value))
 
 
@@ -226,6 +243,7 @@ def retention(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -247,6 +265,10 @@ def retention(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -255,7 +277,7 @@ def retention(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options, g_gamma=retention_decay(query, key, value))
 
 
@@ -271,6 +293,7 @@ def lightning_attn(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -295,6 +318,10 @@ def lightning_attn(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -304,7 +331,7 @@ def lightning_attn(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options, g_gamma=g_gamma)
 
 
@@ -318,6 +345,7 @@ def linear_attention(
     reverse: bool = False,
     cu_seqlens: Borders | None = None,
     *,
+    segment_ids: AnyArray | None = None,
     axis_name: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
@@ -339,6 +367,10 @@ def linear_attention(
             `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
             padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
             straddle devices.
+        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
+            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
+            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+            Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
@@ -347,40 +379,47 @@ def linear_attention(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    options = softmax_scale, initial_state, reverse, cu_seqlens, axis_name, mesh, platform
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
     return _spread(query, key, value, *options)
 
 
 def _check(arrays: Arrays) -> _checks.LinearAttention:
-    names = (*PER_TOKEN[:3], "g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens")
+    names = (*PER_TOKEN[:3], "g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens", "segment_ids")
     return _checks.linear_attention(*map(arrays.get, names))
 
 
 def _begin(
-    implementation: Implementation, call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None
+    implementation: Implementation, call: Call, inputs: tuple[Any, ...], sequences: jax.Array | None
 ) -> tuple[Any, LogDecays, jax.Array]:
-    carry, added = _phases.phases_of(implementation).begin(call, inputs, cu_seqlens)
+    carry, added = _phases.phases_of(implementation, call).begin(call, inputs, sequences)
     log_decay, value_log_decay = inputs[3:]
-    return carry, _log_decays(call, log_decay, value_log_decay, cu_seqlens), added
+    return carry, _log_decays(call, log_decay, value_log_decay, sequences), added
 
 
 def _log_decays(
-    call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None, cu_seqlens: jax.Array | None
+    call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array | None, sequences: jax.Array | None
 ) -> LogDecays:
-    """The log decay of a state over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`."""
+    """The log decay of a state over each sequence's tokens here: `[N, H, 1 or K, 1]` and `[N, H, 1, 1 or V]`.
+
+    Of rows that hold several sequences, over all tokens that are no padding: it counts where they are of one.
+    """
 
     def over_tokens(gate: jax.Array | None) -> jax.Array:
         if gate is None:
             return jnp.zeros((1, 1, 1), call.state_dtype)
         gate = (gate[..., None] if gate.ndim == 3 else gate).astype(call.state_dtype)
-        if cu_seqlens is None:
+        if sequences is None:
             return gate.sum(1)
+        if call.segmented:
+            return jnp.where((sequences >= 0)[..., None, None], gate, 0).sum(1)
         # by selecting: a sum of products with 0 would carry a NaN from one sequence to all
-        sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
+        sequence = prepare_sequence_ids(sequences, total_tokens=call.tokens)
         return jax.ops.segment_sum(gate[0], sequence, call.sequences + 1)[:-1]
 
     if call.decay == "constant" and log_decay is not None:
-        lengths = np.full(1, call.tokens) if cu_seqlens is None else prepare_lens(cu_seqlens)
+        lengths: Any = np.full(1, call.tokens)
+        if sequences is not None:
+            lengths = (sequences >= 0).sum(1) if call.segmented else prepare_lens(sequences)
         tokens = jnp.asarray(lengths, call.state_dtype)[:, None]
         # no tokens, no decay: 0 · -inf would be NaN
         total = jnp.where(tokens > 0, log_decay.astype(call.state_dtype) * tokens, 0)[..., None]

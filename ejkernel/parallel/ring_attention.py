@@ -68,13 +68,15 @@ def flash_attention(
     sliding_window: int | tuple[int, int] | None = None,
     cu_seqlens: Borders | None = None,
     cu_seqlens_kv: Borders | None = None,
+    segment_ids: AnyArray | None = None,
+    segment_ids_kv: AnyArray | None = None,
     platform: str | None = None,
 ) -> Array:
     """`ejkernel.flash_attention` with queries, keys and values sharded over a mesh axis by their tokens.
 
-    Without `mesh` it is called inside the caller's own `shard_map`: query, key and value are this device's slice of
-    the tokens, everything else (`softmax_aux`, `cu_seqlens`) is the same on all devices. With `mesh` it takes and
-    returns global arrays and does the `shard_map` itself; other axes of the mesh stay as JAX has them.
+    Without `mesh` it is called inside the caller's own `shard_map`: query, key, value and segment ids are this device's
+    slice of the tokens, everything else (`softmax_aux`, `cu_seqlens`) is the same on all devices. With `mesh` it takes
+    and returns global arrays and does the `shard_map` itself; other axes of the mesh stay as JAX has them.
 
     Keys and values go around the ring one device at a time, `P - 1` times for `P` devices, or as often as the window
     reaches; of a window shorter than a slice, only the tokens within its reach go to the neighbours. A device holds its
@@ -107,6 +109,11 @@ def flash_attention(
             empty. Queries past the end are padding: output 0, no gradient, no effect. It counts the tokens of the whole
             stream in their original order: packed sequences may straddle devices.
         cu_seqlens_kv: `[N + 1]`, the same for keys and values; `None` means as `cu_seqlens`.
+        segment_ids: Integers `[B, S]`, which sequence of its row each token belongs to: a query attends to keys that
+            have its id, wherever in the row, and `causal`, windows, masks and biases count positions in the row as
+            ever. A negative id is padding: output 0, no gradient, no effect. Sliced and ordered as the tokens are; not
+            beside `cu_seqlens`.
+        segment_ids_kv: `[B, L]`, the same for keys and values; `None` means as `segment_ids`, which then needs `S = L`.
         platform: Forces an implementation of the blocks: `"xla"`, `"triton"`.
 
     Returns:
@@ -124,6 +131,8 @@ def flash_attention(
     # arrays hold one device's part of the tokens, or all of them
     parts = devices if mesh is None else 1
     slices = _checks.ring_slices(layout)
+    if cu_seqlens is not None:
+        _checks.no_segments(segment_ids, segment_ids_kv)
     cu, cu_kv = _checks.packed_borders(query, key, cu_seqlens, cu_seqlens_kv, parts)
     unbatched = cu is not None and query.ndim == 3
     if unbatched:
@@ -137,6 +146,8 @@ def flash_attention(
         (True, 0.0, None),
         (causal, sliding_window),
     )
+    dims = _checks.Dims(B=call.batch, S=call.queries, L=call.keys)
+    ids, ids_kv = _checks.attention_segments(dims, segment_ids, segment_ids_kv)
     over = None if mesh is None else devices
     call = replace(
         call,
@@ -144,9 +155,11 @@ def flash_attention(
         keys=_checks.even_slices("key", call.keys, slices, over),
         sequences=None if cu is None else cu.shape[0] - 1,
         separate=cu_seqlens_kv is not None,
+        segment_ids=ids is not None,
+        segment_ids_kv=segment_ids_kv is not None,
     )
     ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
-    inputs = Arrays(bound[0], bound[1], bound[2], bound[5], cu, cu_kv)
+    inputs = Arrays(bound[0], bound[1], bound[2], ids, ids_kv, bound[5], cu, cu_kv)
     static = Static(call, ring, resolve(BLOCKS, _block_call(call), inputs, platform=platform))
     spec = _sharding.spec_of(inputs.query)
     if mesh is None:
@@ -210,11 +223,13 @@ def _reordered(x: AnyArray, order: np.ndarray, axis: int) -> Array:
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call; `query`, `key` and `value` have a batch dimension."""
+    """The arrays of a call; those up to the ids are sliced by their tokens, and `[B, tokens, …]`."""
 
     query: Array
     key: Array
     value: Array
+    segment_ids: Array | None
+    segment_ids_kv: Array | None
     sinks: Array | None
     cu_seqlens: Array | None
     cu_seqlens_kv: Array | None
@@ -233,11 +248,11 @@ class Static:
 def _on_mesh(static: Static, mesh: jax.sharding.Mesh, arrays: Arrays) -> Array:
     axis = static.ring.axis
     sliced = jax.P(None, axis)
-    rest = (None if x is None else jax.P() for x in arrays[3:])
+    specs = (*[sliced] * 5, *[jax.P()] * 3)
     run = jax.shard_map(
         lambda *arrays: _on_slice(static, Arrays(*arrays)),
         mesh=mesh,
-        in_specs=(sliced, sliced, sliced, *rest),
+        in_specs=tuple(None if x is None else spec for x, spec in zip(arrays, specs, strict=True)),
         out_specs=sliced,
         axis_names={axis},
     )
@@ -262,22 +277,23 @@ def _primal(static: Static, arrays: Arrays) -> Array:
 def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
     call, ring = static.call, static.ring
     device = lax.axis_index(ring.axis)
-    queries, starts = ring.split(arrays.query), ring.starts(device, call.queries)
+    queries, ids = ring.split(arrays.query), _split(ring, arrays.segment_ids)
+    starts = ring.starts(device, call.queries)
 
     def visit(results: Any, blocks: Any, shift: Any, begin: int = 0) -> Any:
         """`results` (output, top and total of each slice of queries), with the visiting blocks merged in."""
         places = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(xs: Any) -> Any:
-            results, query, start = xs
+            results, *of_query = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = _run_block(static, "forward", *_pair(call, arrays, query, start, *block))
+                part = _run_block(static, "forward", *_pair(call, arrays, *of_query, *block))
                 return _merge(results, part), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
 
-        return lax.map(one_slice, (results, queries, starts))
+        return lax.map(one_slice, (results, queries, ids, starts))
 
     def step(carry: Any, shift: Array) -> Any:
         results, blocks = carry
@@ -285,7 +301,7 @@ def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array
 
     zeros = jnp.zeros(queries.shape[:-1], call.wide)
     results = _varying.like((jnp.zeros((*zeros.shape, call.value_dim), call.wide), zeros, zeros), queries)
-    own = ring.split(arrays.key), ring.split(arrays.value)
+    own = _blocks(ring, arrays)
     last = ring.first + ring.visits - 1
     carry = results, ring.hop(own, ring.first)
     (results, blocks), _ = lax.scan(step, carry, jnp.arange(ring.first, last))
@@ -309,7 +325,7 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
         top, totals = _common_top((top, total), _sinks_top_and_total(call, arrays.sinks))
         total = totals[0] + totals[1]
         d_sinks = _sinks_gradient(call, arrays.sinks, output, top, total, d_output, alive)
-    of_queries = tuple(map(ring.split, (arrays.query, output, top, total, d_output)))
+    of_queries = tuple(_split(ring, x) for x in (arrays.query, arrays.segment_ids, output, top, total, d_output))
     starts = ring.starts(device, call.queries)
 
     def visit(blocks: Any, shift: Any, begin: int = 0) -> Any:
@@ -317,10 +333,10 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
         places = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(sums: Any, xs: Any) -> Any:
-            start, query, output, top, total, d_output = xs
+            start, query, ids, output, top, total, d_output = xs
 
             def one_block(d_query: Array, block: Any) -> Any:
-                inner, inputs = _pair(call, arrays, query, start, *block)
+                inner, inputs = _pair(call, arrays, query, ids, start, *block)
                 rows = output, top, total, d_output, jnp.zeros_like(total)
                 gradients: Inputs = _run_block(static, "backward", inner, inputs, *rows)
                 added, d_key, d_value = (x.astype(call.wide) for x in gradients[:3])
@@ -330,7 +346,7 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
             d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, places))
             return _add(sums, d_blocks), d_query
 
-        zeros = _varying.like(jax.tree.map(lambda x: jnp.zeros(x.shape, call.wide), blocks), arrays.query)
+        zeros = _varying.like(tuple(jnp.zeros(x.shape, call.wide) for x in blocks[:2]), arrays.query)
         return lax.scan(one_slice, zeros, (starts, *of_queries))
 
     def step(carry: Any, shift: Array) -> Any:
@@ -340,7 +356,7 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
         added, d_more = visit(blocks, shift)
         return (following, _add(arrived, added), d_query + d_more), None
 
-    own = ring.split(arrays.key), ring.split(arrays.value)
+    own = _blocks(ring, arrays)
     blocks = ring.hop(own, ring.first)
     d_blocks, d_query = visit(blocks, ring.first)
     if ring.visits > 1:
@@ -358,7 +374,7 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
     d_query, d_key, d_value = (
         ring.join(d).astype(x.dtype) for d, x in zip((d_query, *d_blocks), arrays[:3], strict=True)
     )
-    return (Arrays(d_query, d_key, d_value, d_sinks, None, None),)
+    return (Arrays(d_query, d_key, d_value, None, None, d_sinks, None, None),)
 
 
 _attend: Callable[[Static, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0,))
@@ -380,7 +396,15 @@ def _block_call(call: Call, keys: int | None = None) -> Call:
 
 
 def _pair(
-    call: Call, arrays: Arrays, query: Array, start: Array, key: Array, value: Array, place: Array
+    call: Call,
+    arrays: Arrays,
+    query: Array,
+    ids: Array | None,
+    start: Array,
+    key: Array,
+    value: Array,
+    ids_kv: Array | None,
+    place: Array,
 ) -> tuple[Call, Inputs]:
     """A slice of queries and a block of keys as a call of their own; they begin at tokens `start` and `place`."""
     call = _block_call(call, key.shape[1])
@@ -391,7 +415,16 @@ def _pair(
         # blocks count positions from where the sequence's part in the slice begins
         offset = offset + (cu_kv - cu + here - there)[:-1]
         cu, cu_kv = here, there
-    return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset)
+    return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset, ids, ids_kv)
+
+
+def _split(ring: Ring, x: Array | None) -> Array | None:
+    return None if x is None else ring.split(x)
+
+
+def _blocks(ring: Ring, arrays: Arrays) -> tuple[Array | None, ...]:
+    """What travels: slices of keys, values and, if there are any, ids of keys."""
+    return tuple(_split(ring, x) for x in (arrays.key, arrays.value, arrays.segment_ids_kv))
 
 
 def _merge(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import fla
 from benchmarks.page import reading
 from ejkernel import cli
-from ejkernel._ops import OPS, Op
+from ejkernel._ops import COMMON, OPS, Op
 from ejkernel.bench import ceilings, command, exact, results
 from ejkernel.bench.calls import DIRECTIONS, Shape, cotangent, flops, inputs, moved_bytes
 from ejkernel.bench.measure import Limits, measure
@@ -153,7 +153,7 @@ def test_a_failing_op_is_told_by_the_exit_code(capsys, monkeypatch):
     def broken(**arrays):
         return 1 / 0
 
-    monkeypatch.setitem(OPS, "retention", Op(broken))
+    monkeypatch.setitem(COMMON, "retention", Op(broken))
     monkeypatch.setattr("ejkernel.bench.measure._implementation", lambda op, inputs: "xla")
     assert bench("retention", "--lengths", 4, "--heads", 1, "--dim", 2, "--forward", "--peer", "none") == 1
     assert "failed: ZeroDivisionError: division by zero" in capsys.readouterr().out

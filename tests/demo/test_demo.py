@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -203,9 +204,9 @@ def test_shortened_run_learns(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(text, name, value)
     settings = training.Settings(steps=260, tokens=512, width=48, heads=2, depth=1)
     with monkeypatch.context() as optimised:  # unlike most tests, this one runs for longer than it compiles
-        optimised.setattr(
-            jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
-        )
+        # of the training step alone: jitted functions inside it take no compiler options
+        jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+        optimised.setattr(training, "jax", types.SimpleNamespace(**{**vars(jax), "jit": jit}))
         trained = training.train(settings, tmp_path / "checkpoint.npz")
     score = demo.show(settings, trained, tmp_path, contexts=(128, 512))
     # 0.08 and 2.5; without a memory, of a layer that forgets at every token, 0.11 and 0.4 after 220 steps

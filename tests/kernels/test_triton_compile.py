@@ -15,7 +15,8 @@ KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # from NVIDIA
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("key", "head", "constant", "none", "none+value", "key+value")
 SMALL = ("1x1", "8x8", "16x16", "24x24", "32x32", "8x128", "128x8", "128x32")
-KINDS = ("causal", "window", "packed", "masked", "biased", "pairs", "decoding")  # of calls of attention
+# of calls of attention
+KINDS = ("causal", "window", "packed", "segments", "masked", "biased", "pairs", "decoding")
 EVERY = [
     *itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "512x512"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),
@@ -50,9 +51,26 @@ FEW_ATTENTION = [
     (86, "float16", 128, "decoding"),
     (89, "bfloat16", 256, "window"),
     (90, "bfloat16", 256, "packed"),
+    (90, "bfloat16", 128, "segments"),
     (100, "bfloat16", 256, "pairs"),
     (120, "float32", 128, "decoding"),
 ]
+
+
+LAYOUTS = ("rows", "rows+states", "packed", "packed+states", "segments")
+EVERY_CONVOLUTION = list(itertools.product(KIBIBYTES, DTYPES, ("256x512", "7x96", "1x2048"), LAYOUTS))
+FEW_CONVOLUTION = [
+    (90, "bfloat16", "256x512", "rows"),
+    (90, "float32", "256x512", "packed+states"),
+    (80, "float16", "7x96", "segments"),
+    (120, "bfloat16", "1x2048", "rows+states"),
+]
+EVERY_PAGED = [
+    case
+    for case in itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "576x512"), ("decoding", "window"))
+    if case[0] in (90, 100) or case[1:3] != ("float32", "576x512")
+]
+FEW_PAGED = [(90, "bfloat16", "576x512", "decoding"), (89, "float32", "128x128", "prompts")]
 
 
 # a script, its calls, and kernels that any of them has
@@ -60,10 +78,16 @@ SCRIPTS = [
     ("triton_compile.py", EVERY if THOROUGH else FEW, {"walk"}),
     ("triton_compile_delta_rule.py", EVERY_DELTA_RULE if THOROUGH else FEW_DELTA_RULE, {"forward", "backward"}),
     (
+        "triton_compile_convolution.py",
+        EVERY_CONVOLUTION if THOROUGH else FEW_CONVOLUTION,
+        {"forward", "backward"},
+    ),
+    (
         "triton_compile_attention.py",
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
         {"query_gradient", "key_gradients"},
     ),
+    ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
 ]
 # several to a process, which takes a while to start
 BATCHES = [

@@ -14,10 +14,19 @@ DEVICES = 8
 PARTS = [
     ("values", "tree", "collectives", "errors", "delta_rule", "family", "twice"),
     ("sharding", "ring_shard_map"),
-    ("own_shard_map", "explicit_heads", "explicit_gathers", "explicit_dropout"),
+    ("own_shard_map", "explicit_heads", "auto_heads", "gathers", "dropout"),
+    ("parts", "shared_heads", "transformed", "decoding"),
     ("explicit_time", "explicit_utilities"),
-    ("ring_values", "ring_windows", "ring_packed", "ring_collectives", "ring_platforms", "ring_errors"),
-    ("layers", "tpu_kernels"),
+    (
+        "ring_values",
+        "ring_windows",
+        "ring_packed",
+        "ring_collectives",
+        "ring_platforms",
+        "ring_errors",
+        "ring_segments",
+    ),
+    ("layers", "tpu_kernels", "segments"),
 ]
 
 

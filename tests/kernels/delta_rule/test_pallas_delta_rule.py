@@ -176,7 +176,9 @@ def test_spread_over_devices_it_leaves_what_is_too_wide_to_xla():
     call = Call(1, 4, 1, 64, 256, 1, False, "none", 0.1, False, np.dtype(np.float32))
     assert pallas.supports(call) is None and pallas.supports(replace(call, value_dim=320))
     given = call, (arrays["query"], arrays["key"], arrays["value"], arrays["beta"], None), None
-    found, expected = (_phases.phases_of(each).begin(*given)[1] for each in (IMPLEMENTATIONS[0], IMPLEMENTATIONS[-1]))
+    found, expected = (
+        _phases.phases_of(each, call).begin(*given)[1] for each in (IMPLEMENTATIONS[0], IMPLEMENTATIONS[-1])
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

@@ -94,7 +94,7 @@ def test_packed(case):
 )
 def test_first_phases(case):
     """What a slice of tokens does to states, and to their cotangents, where tokens are sharded."""
-    phases = _phases.phases_of(IMPLEMENTATIONS[0])
+    phases = _phases.phases_of(IMPLEMENTATIONS[0], case.call)
 
     @jax.jit
     def run(arrays, d_output):
@@ -195,5 +195,7 @@ def test_explains_what_xla_would_have_to_split(monkeypatch):
         assert "tpu" not in found.chosen and "jax.shard_map" in found.refused[name]
         with jax.sharding.use_abstract_mesh(mesh):
             assert ejkernel.explain(op, plain, plain, plain) == found
-            with pytest.raises(ejkernel.PlatformError, match=r"several devices; inside jax\.shard_map"):
+            with pytest.raises(
+                ejkernel.PlatformError, match=r"several devices; on a mesh with Explicit axes, or inside jax\.shard_map"
+            ):
                 jax.eval_shape(functools.partial(op, platform=name), plain, plain, plain)
