@@ -27,7 +27,9 @@ METHODS = {("os", "system"), ("os", "popen"), ("subprocess", "run"), ("subproces
 
 # device code is asked for by name, from the table in that file
 BY_NAME = {
+    "kernels/attention/paged/triton/__init__.py": ["DEVICE"],
     "kernels/attention/triton/launcher.py": ["DEVICE"],
+    "kernels/convolution/triton/__init__.py": ["DEVICE"],
     "kernels/delta_rule/triton/launcher.py": ["DEVICE"],
     "kernels/linear_recurrence/triton/launcher.py": ["DEVICE"],
 }

@@ -1,5 +1,6 @@
 """The short convolution on NVIDIA GPUs, as Triton kernels."""
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ejkernel.kernels.convolution.states import final_gradient, final_states, in
 from ejkernel.xla_utils.utils import cdiv
 
 Results = tuple[jax.Array, jax.Array]
+DEVICE = "ejkernel.kernels.convolution.triton.device.walk"
 _MOST_TAPS = 8  # the weight's rows and the tokens before are in registers
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 # Tokens a program walks through, of which so many are loaded at once. Backward, longer spans write fewer partial sums.
@@ -70,9 +72,6 @@ def _launch_walk(
     group: int,
 ) -> Any:
     """Runs a kernel over all tokens; `outputs` may have functions of the number of spans in all rows for shapes."""
-    # not at the top: `import ejkernel` must not import Triton
-    from ejkernel.kernels.convolution.triton.device import walk
-
     span = min(span, padded(call.tokens, 1))
     columns = min(512, padded(call.channels, 32))
     has_states = inputs.initial_state is not None and call.history > 0
@@ -101,7 +100,7 @@ def _launch_walk(
     blocks = call.batch * constants.spans
     made = {name: each(blocks) if callable(each) else each for name, each in outputs.items()}
     return _launch.launch(
-        getattr(walk, kernel),
+        getattr(importlib.import_module(DEVICE), kernel),
         arrays | more,
         made,
         constants=constants,

@@ -4,6 +4,7 @@ As on XLA, a query gets the same bits in every call: tiles of queries, blocks of
 apart are cut at fixed positions of a sequence, and their sizes are a matter of heads and dims alone.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ejkernel.kernels._shared_memory import LARGE, MEMORY
 from ejkernel.kernels.attention.paged import xla
 from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, places
 
+DEVICE = "ejkernel.kernels.attention.paged.triton.device.pages"
 _DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _LARGEST = {"D": 576, "Dv": 512}
 
@@ -117,9 +119,7 @@ def run(call: Call, *arrays: Array | None, plan: Plan | None = None) -> Any:
 
 def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
     tile, keys = plan.tile, plan.keys
-    # not at the top: `import ejkernel` must not import Triton
-    from ejkernel.kernels.attention.paged.triton.device import pages
-
+    device = importlib.import_module(DEVICE)
     group = min(padded(call.groups, 1), tile.rows)
     size = tile.rows // group
     count = -(-call.places * call.page // keys)
@@ -170,7 +170,7 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
     }
     sizes = {"M": call.places, "P": call.pages, "left": call.left or 0}
     found = _launch.launch(
-        pages.attend,
+        device.attend,
         {**given, **sizes},
         {
             "output": None if split else output,
@@ -188,7 +188,7 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
     sums_of_parts = {"part_top": found.top, "part_total": found.total, "part_bad": found.bad, "sum": found.sum}
     ranges = {"real": (where.page < call.pages).astype(jnp.int32), "ranges": _ranges(call, where, size, keys)}
     joined = _launch.launch(
-        pages.join,
+        device.join,
         {**sums_of_parts, **ranges, "sinks": inputs.sinks},
         {"output": output},
         constants=constants,
