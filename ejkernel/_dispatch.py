@@ -114,24 +114,27 @@ def choose(
 
 def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any, platform: str | None = None) -> Any:
     """Runs the fastest implementation that supports `call`, chosen when the computation is lowered."""
-    mapping = _mesh.mapping(call, arrays)
+    mesh = _sharding.explicit_mesh(*arrays)
+    mapping = None if mesh is None else _mesh.mapping(call, mesh, arrays)
     part = call if mapping is None else mapping.call
-    chosen = resolve(implementations, part, *arrays, platform=platform, mapped=mapping is not None)
+    chosen = resolve(implementations, part, mesh, platform=platform, mapped=mapping is not None)
     return _run(chosen, call, mapping, *arrays)
 
 
 def resolve(
     implementations: Sequence[Implementation],
     call: Any,
-    *arrays: Any,
+    mesh: _sharding.AnyMesh | None,
+    *,
     platform: str | None = None,
     mapped: bool = False,
 ) -> tuple[tuple[str, Implementation], ...]:
     """What `choose` finds for a call that is about to run, or says it if that is all that was asked for.
 
-    `mapped` says that the call is a device's part, and that nothing along `Explicit` axes is left to XLA.
+    `mesh` is the one with `Explicit` axes that the call's arrays are on, if any. `mapped` says that the call is a
+    device's part, and that nothing along these axes is left to XLA.
     """
-    spread = _sharding.left_to_xla(*arrays, mapped=mapped) or (not mapped and _spread_over_arguments())
+    spread = _sharding.left_to_xla(mesh, mapped) or (not mapped and _spread_over_arguments())
     chosen = choose(implementations, call, platform, spread)
     if _explaining.get():
         raise _ExplainedError(_explanation(implementations, call, chosen, spread))
@@ -163,10 +166,10 @@ def _warn_if_slower(
     """On a GPU or TPU, says once why none of the implementations made for it serves `call`."""
     for platform, name in (("cuda", "GPU"), ("tpu", "TPU")):
         made_for_it = [each for each in implementations if platform in (each.devices or ())]
-        refused = {each.name: each.refuses(call, spread) for each in made_for_it}
-        if not refused or None in refused.values():
+        if not made_for_it or platform in chosen or "default" not in chosen or _default_platform() != platform:
             continue
-        if platform not in chosen and "default" in chosen and _default_platform() == platform:
+        refused = {each.name: each.refuses(call, spread) for each in made_for_it}
+        if None not in refused.values():
             reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
             serves = f"{chosen['default'].name!r} serves this call on the {name}"
             _warn_once(f"{serves}, which is slower than what cannot: {reasons}")

@@ -219,11 +219,8 @@ class Mapping:
         return mapped(*placed)
 
 
-def mapping(call: Call, arrays: tuple[Any, ...]) -> Mapping | None:
-    """How `call` is mapped over the `Explicit` axes that its arrays are sharded over; `None` where there are none."""
-    mesh = _sharding.explicit_mesh(*arrays)
-    if mesh is None:
-        return None
+def mapping(call: Call, mesh: _sharding.AnyMesh, arrays: tuple[Any, ...]) -> Mapping:
+    """How `call` is mapped over the `Explicit` axes of a mesh that its arrays are sharded over."""
     dims = call.dims()
     named = dict(zip(dims, arrays, strict=False))
     shapes = {name: None if x is None else x.shape for name, x in named.items()}

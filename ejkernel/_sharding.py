@@ -17,12 +17,11 @@ def explicit_mesh(*arrays: Any) -> AnyMesh | None:
     return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
 
 
-def left_to_xla(*arrays: Any, mapped: bool = False) -> bool:
+def left_to_xla(mesh: AnyMesh | None = None, mapped: bool = False) -> bool:
     """Whether a mesh of several devices has axes along which XLA's partitioner is to split what is done here.
 
-    `mapped` says that `Explicit` ones are not among them.
+    `mesh` is what `explicit_mesh` found; `mapped` says that `Explicit` axes are not among them.
     """
-    mesh = explicit_mesh(*arrays)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *(() if mapped else mesh.explicit_axes)))
 

@@ -29,7 +29,7 @@ def array(argument: str, x: Any) -> jax.Array:
 def floating(argument: str, x: Any) -> jax.Array:
     """`x` as a JAX array of a floating-point dtype."""
     x = array(argument, x)
-    precision(argument, x.dtype, f"dtype {x.dtype}")
+    precision(argument, x.dtype, "dtype ")
     return x
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from ejkernel._checks.wording import fail, is_concrete
 
+_FLOATING = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
+
 
 def positive_int(argument: str, x: Any) -> int:
     """`x`, an int of at least 1 known when tracing."""
@@ -60,16 +62,20 @@ def flag(argument: str, x: Any) -> bool:
 def floating_dtype(argument: str, dtype: Any) -> np.dtype:
     """`dtype` as a floating-point NumPy dtype."""
     checked = _dtype(argument, dtype, "a floating-point dtype")
-    precision(argument, checked, str(checked))
+    precision(argument, checked)
     return checked
 
 
-def precision(argument: str, dtype: np.dtype, got: str) -> None:
-    """A floating-point dtype that all ops take; those of 8 bits and less promote to nothing."""
+def precision(argument: str, dtype: np.dtype, got: str = "") -> None:
+    """A floating-point dtype that all ops take; those of 8 bits and less promote to nothing.
+
+    Errors write `got` before the dtype.
+    """
+    if dtype in _FLOATING:
+        return
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{argument}: got {got}; expected a floating-point dtype")
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise TypeError(f"{argument}: got {got}; expected bfloat16, float16, float32 or float64")
+        raise TypeError(f"{argument}: got {got}{dtype}; expected a floating-point dtype")
+    raise TypeError(f"{argument}: got {got}{dtype}; expected bfloat16, float16, float32 or float64")
 
 
 def integer_dtype(argument: str, dtype: Any) -> np.dtype:

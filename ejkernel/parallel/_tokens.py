@@ -124,7 +124,7 @@ def _on_slice(
         scale = {name: local[name] for name in ("softmax_scale",) if name in local}
         checked = recurrence.check({name: x for name, x in local.items() if name not in scale})
         call, operands = recurrence.bind(checked, **scale, **options)
-        chosen = resolve(recurrence.implementations, call, *operands, platform=platform)
+        chosen = resolve(recurrence.implementations, call, _sharding.explicit_mesh(*operands), platform=platform)
         output, final = _run(Static(recurrence, chosen, axis, devices, call), *operands)
         return (output[0] if checked.unbatched else output), final
 

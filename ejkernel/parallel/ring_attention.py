@@ -160,7 +160,7 @@ def flash_attention(
     )
     ring = plan(call, axis_name, devices, slices, shifted=cu_seqlens_kv is not None)
     inputs = Arrays(bound[0], bound[1], bound[2], ids, ids_kv, bound[5], cu, cu_kv)
-    static = Static(call, ring, resolve(BLOCKS, _block_call(call), inputs, platform=platform))
+    static = Static(call, ring, resolve(BLOCKS, _block_call(call), _sharding.explicit_mesh(inputs), platform=platform))
     spec = _sharding.spec_of(inputs.query)
     if mesh is None:
         output = _sharding.partitioned(partial(_on_slice, static), jax.P(*spec[:3], None), inputs)
