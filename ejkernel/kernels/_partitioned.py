@@ -99,9 +99,14 @@ def _call_of(static: Any) -> Any:
 
 
 def _with_call(static: Any, call: Any) -> Any:
+    """Static facts with a device's part of the call; a plan among them is made for that part, if it says how."""
     if not isinstance(static, tuple):
         return call
-    return tuple(call if hasattr(each, "dims") else each for each in static)
+
+    def of_part(fact: Any) -> Any:
+        return call if hasattr(fact, "dims") else fact.of_part(call) if hasattr(fact, "of_part") else fact
+
+    return tuple(map(of_part, static))
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,10 @@ class Plan:
         fast = capability is not None and operand_dtype(call) == jnp.bfloat16
         return Plan(config, fast, parts, next(enough, call.groups))
 
+    def of_part(self, call: Call) -> "Plan":
+        """The plan of a device's part: it has fewer rows, and perhaps fewer queries of a key head."""
+        return Plan.of(call)
+
 
 def padded_dims(call: Call) -> int:
     """What tables of configurations are looked up by: the dims of a key and a value together."""
