@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench tpu tpu-training clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench tpu tpu-training mesh clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -83,8 +83,14 @@ tpu-training: $(VENV)-tpu/.installed
 	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_training --json benchmarks/results/tpu_training.json
 	PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu_phases --json benchmarks/results/tpu_phases.json
 
+# What each of several GPUs and TPUs runs and moves of a sharded call, for docs/scaling.md and docs/tpu.md. The JAX of the
+# first has a CUDA plugin that compiles for GPUs by their description; it installs gigabytes.
+mesh: $(VENV)-cuda/.installed $(VENV)-tpu/.installed
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-cuda/bin/python -m benchmarks.mesh gpu --json benchmarks/results/gpu_mesh.json
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.mesh tpu --json benchmarks/results/tpu_mesh.json
+
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-peers $(VENV)-tpu $(VENV)-cuda build site .pytest_cache .mypy_cache .ruff_cache
 
 # A new environment with the newest pip, which reads an index in a third of the time of one that is years old; where
 # Python has no pip that could install it, the one that comes with Python.
@@ -127,4 +133,9 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)-tpu/.installed: pyproject.toml
 	$(call environment,$(PYTHON),$(VENV)-tpu)
 	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check 'jax[tpu]' jaxtyping flax
+	touch $@
+
+$(VENV)-cuda/.installed: pyproject.toml
+	$(call environment,$(NEWEST),$(VENV)-cuda)
+	$(VENV)-cuda/bin/python -m pip install --quiet --disable-pip-version-check 'jax[cuda12]==0.11.*' -e '.[cuda,layers]'
 	touch $@

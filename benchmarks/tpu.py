@@ -8,7 +8,6 @@ It takes long, so its file grows row by row, and rows that the same kernels and 
 """
 
 import argparse
-import collections
 import fcntl
 import hashlib
 import importlib.metadata
@@ -318,55 +317,7 @@ def measure(op: str, case: Case, name: str, folder: Path | None) -> Iterator[Row
         yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
 
 
-def sharded() -> dict[str, Any]:
-    """Collectives and kernels of programs for sixteen chips."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    import ejkernel
-    from benchmarks import hlo
-
-    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices)
-    grid, line = Mesh(devices.reshape(4, 4), ("batch", "heads")), Mesh(devices.ravel(), ("time",))
-    by_row, by_time = PartitionSpec("batch", None, "heads", None), PartitionSpec(None, "time", None, None)
-    states = PartitionSpec("batch", "heads", None, None)
-    mapped = jax.shard_map(ejkernel.recurrent_gla, mesh=grid, in_specs=(by_row,) * 4, out_specs=(by_row, states))
-
-    def along_time(*arrays: Any) -> Any:
-        return ejkernel.parallel.recurrent(*arrays, axis_name="time", mesh=line)
-
-    def found(run: Callable[..., Any], mesh: Mesh, spec: PartitionSpec, gradient: bool) -> dict[str, Any]:
-        place = NamedSharding(mesh, spec)
-        dtypes = [jnp.bfloat16] * 3 + [jnp.float32]
-        shapes = [jax.ShapeDtypeStruct((8, 4096, 8, 128), dtype, sharding=place) for dtype in dtypes]
-
-        def loss(*arrays: Any) -> Any:
-            return run(*arrays)[0].astype(jnp.float32).sum()
-
-        wanted = jax.grad(loss, (0, 1, 2, 3)) if gradient else run
-        text = jax.jit(wanted).lower(*shapes).compile().as_text()
-        kernels = text.count('custom_call_target="tpu_custom_call"')
-        collectives: collections.Counter[str] = collections.Counter()
-        for (kind, _), times in hlo.collectives(text).items():
-            collectives[kind] += times
-        return {"kernels": kernels, "collectives": dict(collectives)}
-
-    programs = {
-        "batch and heads, `shard_map`": (mapped, grid, by_row),
-        "batch and heads, left to XLA": (ejkernel.recurrent_gla, grid, by_row),
-        "tokens, `parallel.recurrent`": (along_time, line, by_time),
-    }
-    both = {"forward": False, "with gradients": True}
-    return {
-        f"{name}, {kind}": found(*each, gradient) for name, each in programs.items() for kind, gradient in both.items()
-    }
-
-
 FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
-    "sharded": lambda chips: sharded(),
     "step": lambda chips: {chip: decoding(chip) for chip in chips},
     "flash_attention": lambda chips: {chip: attention(chip, packed=False) for chip in chips},
     "flash_attention, packed": lambda chips: {chip: attention(chip, packed=True) for chip in chips},

@@ -229,13 +229,55 @@ def _compiled(name: str) -> Iterator[list[str]]:
         ]
 
 
-def _sharded() -> Iterator[list[str]]:
-    yield ["program for `v5e:4x4`", "kernels", "collectives"]
-    for name, found in _read("tpu_compiled")["sharded"].items():
-        said = ", ".join(
-            f"{number} {kind}" for kind, number in found["collectives"].items()
-        )
-        yield [name, str(found["kernels"]), said or "none"]
+def _mesh(file: str, axes: str, memory: bool) -> Iterator[list[str]]:
+    """What a device runs, moves and perhaps holds of calls that are sharded along rows and heads."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in _read(file)["rows"]:
+        if row["sharded"] != "time" and axes in row["axes"]:
+            found.setdefault((row["call"], row["direction"]), []).append(row)
+    counts = sorted({row["devices"] for rows in found.values() for row in rows})
+    named = [f"MiB on each of {each}" for each in counts]
+    held = ["MiB on one", *named] if memory else []
+    yield ["call", "direction", "kernels", "moves", *held]
+    for (call, direction), rows in found.items():
+        kernels = sorted({row["kernels"] for row in rows})
+        largest = max(rows, key=lambda row: row["moved"])
+        cells = [_call(call), direction, _range(kernels), _moves(largest)]
+        if memory:
+            cells.append(f"{rows[0]['of_one'] / 2**20:.1f}")
+            for count in counts:
+                each = [row["temporaries"] for row in rows if row["devices"] == count]
+                cells.append(f"{max(each) / 2**20:.1f}")
+        yield cells
+
+
+def _mesh_time(file: str) -> Iterator[list[str]]:
+    """The same of `ejkernel.parallel`."""
+    rows = [row for row in _read(file)["rows"] if row["sharded"] == "time"]
+    counts = sorted({row["devices"] for row in rows})
+    yield ["call", "direction", "kernels", *(f"moves, {each}" for each in counts)]
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["call"], row["direction"]), {})[row["devices"]] = row
+    for (call, direction), by_count in found.items():
+        kernels = sorted({row["kernels"] for row in by_count.values()})
+        said = (_moves(by_count[each]) for each in counts)
+        yield [_call(call), direction, _range(kernels), *said]
+
+
+def _call(name: str) -> str:
+    """A row's name, the op in it as code."""
+    op, *options = name.split(", ", 1)
+    return ", ".join([f"`{op}`", *options])
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _moves(row: dict[str, Any]) -> str:
+    said = ", ".join(f"{times} {kind}" for kind, times in row["collectives"].items())
+    return f"{said}, {row['moved'] / 2**20:.2f} MiB" if said else "nothing"
 
 
 def _layers() -> Iterator[list[str]]:
@@ -319,7 +361,10 @@ TABLES = {
     "tpu_delta_rule_schedules": lambda: _schedules("tpu_delta_rule_schedules"),
     "tpu_compiled": lambda: _compiled("tpu_compiled"),
     "tpu_delta_rule_compiled": lambda: _compiled("tpu_delta_rule_compiled"),
-    "tpu_sharded": _sharded,
+    "gpu_mesh": lambda: _mesh("gpu_mesh", "", memory=True),
+    "gpu_mesh_time": lambda: _mesh_time("gpu_mesh"),
+    "tpu_mesh": lambda: _mesh("tpu_mesh", "Explicit", memory=False),
+    "tpu_mesh_time": lambda: _mesh_time("tpu_mesh"),
     "layers": _layers,
     "layers_versions": _layers_versions,
     "flash": _flash,
