@@ -230,7 +230,7 @@ def _compiled(name: str) -> Iterator[list[str]]:
 
 
 def _mesh(file: str, axes: str, memory: bool) -> Iterator[list[str]]:
-    """What a device runs, moves and perhaps holds of calls that are sharded along rows and heads."""
+    """What a device runs, moves and may hold of calls sharded by rows and heads."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in _read(file)["rows"]:
         if row["sharded"] != "time" and axes in row["axes"]:
