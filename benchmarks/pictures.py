@@ -5,11 +5,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks import gpu_linear_recurrence, linear_recurrence, time_for_a_byte
+from benchmarks import beside_peers, gpu_linear_recurrence, linear_recurrence, time_for_a_byte
 
 ROOT = Path(__file__).parent.parent
-PICTURES = {
+PICTURES: dict[str, Any] = {
+    "docs/assets/beside_peers.svg": (
+        ("linear_recurrence_h200.json", "delta_rule_h200.json", "flash_attention_h200.json"),
+        beside_peers.draw,
+    ),
     "docs/assets/time_for_a_byte.svg": ("time_for_a_byte.json", time_for_a_byte.draw),
     "docs/linear_recurrence_gpu.svg": ("linear_recurrence_h200.json", gpu_linear_recurrence.draw),
     "benchmarks/results/linear_recurrence_by_length.svg": (
@@ -22,7 +27,13 @@ PICTURES = {
 def drawn(path: str) -> str:
     """The picture that belongs at `path`."""
     source, draw = PICTURES[path]
-    return draw(json.loads((ROOT / "benchmarks" / "results" / source).read_text()))
+    if isinstance(source, tuple):
+        return draw({Path(each).stem: _read(each) for each in source})
+    return draw(_read(source))
+
+
+def _read(source: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / source).read_text())
 
 
 if __name__ == "__main__":
