@@ -235,10 +235,10 @@ def gemma4(w, x):
 
 
 def deepseek(w, x):
-    """Pairs that turn together are neighbours; queries by two projections, biases."""
-    down = rms(x @ w["q_a_proj.weight"].T + w["q_a_proj.bias"], w["q_a_layernorm.weight"], 1e-6)
+    """Pairs that turn together are neighbours; queries by two projections; biases, or as in Ling a gate a head."""
+    down = rms(x @ w["q_a_proj.weight"].T + w.get("q_a_proj.bias", 0), w["q_a_layernorm.weight"], 1e-6)
     query = heads(down @ w["q_b_proj.weight"].T, 2)
-    both = x @ w["kv_a_proj_with_mqa.weight"].T + w["kv_a_proj_with_mqa.bias"]
+    both = x @ w["kv_a_proj_with_mqa.weight"].T + w.get("kv_a_proj_with_mqa.bias", 0)
     latent, key = rms(both[:, :5], w["kv_a_layernorm.weight"], 1e-6), both[:, None, 5:]
     own, value = np.split(heads(latent @ w["kv_b_proj.weight"].T, 2), [3], -1)
     turns = np.exp(1j * np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(2) / 2)))[:, None]
@@ -252,6 +252,9 @@ def deepseek(w, x):
     query = np.concatenate([query[..., :3], real(turned(query[..., 3:]))], -1)
     key = np.concatenate([own, shared(real(turned(key)), 2)], -1)
     output = attended(query, key, value, 7**-0.5)
+    if "dense.weight" in w:
+        output = output * sigmoid(x @ w["g_proj.weight"].T)[..., None]
+        return output.reshape(len(x), -1) @ w["dense.weight"].T
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
 
 
@@ -365,6 +368,23 @@ VARIANTS = {
         {**_LATENT, "rope_theta": None, "output_gate": "head", "interleaved": False},
         _KIMI_LATENT | {"g_proj.weight": (2, 16)},
         kimi_latent,
+        "query",
+    ),
+    "latent of Ling-3.0-tiny": Published(
+        layers.MultiHeadLatentAttention,
+        "from_transformers",
+        {**_LATENT, "query_rank": 7, "output_gate": "head"},
+        {
+            "q_a_proj.weight": (7, 16),
+            "q_a_layernorm.weight": (7,),
+            "q_b_proj.weight": (14, 7),
+            "kv_a_proj_with_mqa.weight": (9, 16),
+            "kv_a_layernorm.weight": (5,),
+            "kv_b_proj.weight": (18, 5),
+            "g_proj.weight": (2, 16),
+            "dense.weight": (16, 12),
+        },
+        deepseek,
         "query",
     ),
 }
