@@ -256,6 +256,12 @@ def _layers() -> Iterator[list[str]]:
         yield [f"`{row['layer']}`", row["reference"], *cells]
 
 
+def _layers_files() -> Iterator[list[str]]:
+    yield ["files of", "layers", "shards"]
+    for row in _read("layers")["files"]:
+        yield [f"`{row['model_type']}`", str(row["layers"]), str(row["shards"])]
+
+
 def _layers_versions() -> Iterator[list[str]]:
     found = _read("layers")
     yield ["measured", *found["versions"]]
@@ -321,6 +327,7 @@ TABLES = {
     "tpu_delta_rule_compiled": lambda: _compiled("tpu_delta_rule_compiled"),
     "tpu_sharded": _sharded,
     "layers": _layers,
+    "layers_files": _layers_files,
     "layers_versions": _layers_versions,
     "flash": _flash,
     "triton": lambda: _triton(

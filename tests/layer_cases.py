@@ -171,15 +171,20 @@ def softmax(w, x):
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
 
 
-def kimi_bounded(w, x):
-    """More value heads than keys, a bounded decay of full rank, beta to 2, another value dim."""
+def kimi_bounded(w, x, most=2):
+    """More value heads than keys, a bounded decay of full rank, beta to `most`, another value dim."""
     query, key, value = (convolved(x @ w[f"{n}_proj.weight"].T, w[f"{n}_conv1d.weight"]) for n in "qkv")
     query, key = (shared(unit(heads(each, 2)), 4) for each in (query, key))
     rate = np.exp(w["A_log"]).reshape(4, 1)
     decay = -5 * sigmoid(rate * heads(x @ w["f_proj.weight"].T + w["dt_bias"], 4))
-    output = remembered(query, key, heads(value, 4), decay, 4**-0.5, 2 * sigmoid(x @ w["b_proj.weight"].T))
+    output = remembered(query, key, heads(value, 4), decay, 4**-0.5, most * sigmoid(x @ w["b_proj.weight"].T))
     output = rms(output, w["o_norm.weight"], 1e-5) * sigmoid(heads(x @ w["g_proj.weight"].T, 4))
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+def kimi_k3(w, x):
+    """The same with a decay by two projections and beta to 1."""
+    return kimi_bounded({**w, "f_proj.weight": w["f_b_proj.weight"] @ w["f_a_proj.weight"]}, x, 1)
 
 
 def olmo_hybrid(w, x):
@@ -290,28 +295,37 @@ _KIMI_LATENT = {
     "o_proj.weight": (16, 12),
 }
 
+_KDA = {
+    **{f"{n}_proj.weight": (8, 16) for n in "qk"},
+    **{f"{n}_conv1d.weight": (8, 1, 4) for n in "qk"},
+    "v_proj.weight": (24, 16),
+    "v_conv1d.weight": (24, 1, 4),
+    "g_proj.weight": (24, 16),
+    "b_proj.weight": (4, 16),
+    "dt_bias": (16,),
+    "o_norm.weight": (6,),
+    "o_proj.weight": (16, 24),
+}
+_KDA_OPTIONS = {
+    **{"heads": 2, "head_dim": 4, "value_heads": 4, "value_dim": 6, "lower_bound": -5.0},
+    "low_rank_output_gate": False,
+}
+
 VARIANTS = {
     "kda, bounded": Published(
         layers.KimiDeltaAttention,
         "from_transformers",
-        {
-            **{"heads": 2, "head_dim": 4, "value_heads": 4, "value_dim": 6, "lower_bound": -5.0},
-            **{"negative_eigenvalues": True, "low_rank_decay": False, "low_rank_output_gate": False},
-        },
-        {
-            **{f"{n}_proj.weight": (8, 16) for n in "qk"},
-            **{f"{n}_conv1d.weight": (8, 1, 4) for n in "qk"},
-            "v_proj.weight": (24, 16),
-            "v_conv1d.weight": (24, 1, 4),
-            "f_proj.weight": (16, 16),
-            "g_proj.weight": (24, 16),
-            "b_proj.weight": (4, 16),
-            "A_log": (1, 1, 4, 1),
-            "dt_bias": (16,),
-            "o_norm.weight": (6,),
-            "o_proj.weight": (16, 24),
-        },
+        _KDA_OPTIONS | {"negative_eigenvalues": True, "low_rank_decay": False},
+        _KDA | {"f_proj.weight": (16, 16), "A_log": (1, 1, 4, 1)},
         kimi_bounded,
+        "query",
+    ),
+    "kda of Kimi-K3": Published(
+        layers.KimiDeltaAttention,
+        "from_transformers",
+        _KDA_OPTIONS,
+        _KDA | {"f_a_proj.weight": (6, 16), "f_b_proj.weight": (16, 6), "A_log": (4,)},
+        kimi_k3,
         "query",
     ),
     "gdn of Olmo-Hybrid": Published(

@@ -386,7 +386,6 @@ _KIMI = {
     LINEAR: (Mixer("KimiDeltaAttention", _kda),),
     FULL: (Mixer("MultiHeadLatentAttention", _kimi_latent_attention),),
 }
-_LING = ("self_attn", "attention")
 _ZAMBA = (Mixer("Mamba2", _zamba_mamba2, folders=("mamba", "mamba_decoder.mamba")),)
 _INTERVAL = _every(lambda c: c.size("full_attention_interval", default=4), LINEAR, FULL)
 
@@ -426,6 +425,14 @@ _GEMMA3 = _softmax(
 _GEMMA4 = _softmax("Gemma 4", _gemma4_attention, _gemma4_kind)
 _QWEN3 = _softmax("Qwen3", partial(_attention, norm=True), _qwen_kind)
 _QWEN3_5 = Model("Qwen3.5", _QWEN, _INTERVAL)
+_LING = Model(
+    "Ling 3",
+    {
+        LINEAR: (Mixer("KimiDeltaAttention", _ling_kda, folders=("self_attn", "attention")),),
+        FULL: (Mixer("MultiHeadLatentAttention", _ling_latent_attention, folders=("self_attn", "attention")),),
+    },
+    _ling_kind,
+)
 _GLM = Model(
     "GLM-5.3-Flash",
     {LINEAR: (Mixer("KimiDeltaAttention", _glm_kda),)},
@@ -464,14 +471,7 @@ MODELS: dict[str, Model] = {
     "kimi_linear": Model("Kimi Linear", _KIMI, _kimi_kind),
     "kimi_k3": Model("Kimi-K3", _KIMI, _kimi_kind),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), _GLM),
-    "bailing_hybrid": Model(
-        "Ling 3",
-        {
-            LINEAR: (Mixer("KimiDeltaAttention", _ling_kda, folders=_LING),),
-            FULL: (Mixer("MultiHeadLatentAttention", _ling_latent_attention, folders=_LING),),
-        },
-        _ling_kind,
-    ),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3_vl"), _LING),
     "deepseek_v3": Model("DeepSeek V3", _DEEPSEEK, FULL),
     "kimi_k2": Model("Kimi-K2", _DEEPSEEK, FULL),
     "llama": _softmax("Llama", _attention),

@@ -1,6 +1,8 @@
 """What loaders and `from_config` take: arrays of any library, safetensors files, and the configs of released models."""
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -208,11 +210,11 @@ def test_names_of_each_family_make_the_same_gated_delta_net():
 
 
 def test_decays_of_kimi_k3_are_padded():
-    variant = VARIANTS["kda, bounded"]
+    variant = VARIANTS["kda of Kimi-K3"]
     weights = variant.weights()
-    padded = np.pad(weights["A_log"].reshape(4), (0, 124), constant_values=np.nan)
+    padded = np.pad(weights["A_log"], (0, 124), constant_values=np.nan)
     layer = variant.layer.from_transformers(weights | {"A_log": padded}, WIDTH, **variant.options)
-    np.testing.assert_array_equal(layer.A_log[...], weights["A_log"].reshape(4))
+    np.testing.assert_array_equal(layer.A_log[...], weights["A_log"])
 
 
 SOFTMAX = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -359,6 +361,7 @@ ALIASES = {
     "qwen3_moe",
     "gemma3_text",
     "gemma4_text",
+    "bailing_moe_v3_vl",
 }
 
 
@@ -437,8 +440,16 @@ def test_ling_projects_queries_once_or_twice_and_gates_heads_or_dims():
     )
 
 
-def test_every_family_has_a_config_here():
+def test_every_family_has_a_config_here_and_stands_on_the_page():
     assert MODELS.keys() == CONFIGS.keys() | ALIASES
+    page = (Path(__file__).parents[2] / "docs/ops/layers.md").read_text()
+    _, *rows = [line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| `[a-z]\w*`", line)]
+    said = {
+        name: set(re.findall(r"`(\w+)`", held)) for names, _, held, _ in rows for name in re.findall(r"`(\w+)`", names)
+    }
+    assert said == {
+        name: {mixer.layer for mixers in model.mixers.values() for mixer in mixers} for name, model in MODELS.items()
+    }
 
 
 def test_frequencies_come_from_the_config():
