@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from ejkernel.layers._config import Config
 
 Options = dict[str, Any]
+Read = Callable[[Config], Options]
+Usual = str | Callable[[Config, int], str]
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 # other words for them in files, and the letters of Nemotron-H's pattern
@@ -22,7 +24,7 @@ class Mixer(NamedTuple):
     """
 
     layer: str
-    options: Callable[[Config], Options]
+    options: Read
     load: str = "from_transformers"
     folders: tuple[str, ...] = ("self_attn",)
 
@@ -32,7 +34,7 @@ class Model(NamedTuple):
 
     name: str
     mixers: Mapping[str, tuple[Mixer, ...]]
-    usual: str | Callable[[Config, int], str]
+    usual: Usual
 
     def kinds(self, c: Config) -> list[str]:
         """What each layer of the model is."""
@@ -390,26 +392,21 @@ _ZAMBA = (Mixer("Mamba2", _zamba_mamba2, folders=("mamba", "mamba_decoder.mamba"
 _INTERVAL = _every(lambda c: c.size("full_attention_interval", default=4), LINEAR, FULL)
 
 
-def _fla(name: str, layer: str, options: Callable[[Config], Options]) -> Model:
+def _fla(name: str, layer: str, options: Read) -> Model:
     mixer = Mixer(layer, options, load="from_fla", folders=("attn",))
     return Model(f"fla's {name}", {LINEAR: (mixer,)}, _named("attn.layers"))
 
 
-def _softmax(
-    name: str,
-    options: Callable[[Config], Options],
-    usual: str | Callable[[Config, int], str] = FULL,
-    load: str = "from_transformers",
-) -> Model:
+def _softmax(name: str, options: Read, usual: Usual = FULL, load: str = "from_transformers") -> Model:
     mixers = (Mixer("MultiHeadAttention", options, load),)
     return Model(name, {FULL: mixers, SLIDING: mixers}, usual)
 
 
 def _mamba_hybrid(
     name: str,
-    mamba: Callable[[Config], Options],
-    attention: Callable[[Config], Options],
-    usual: str | Callable[[Config, int], str] = LINEAR,
+    mamba: Read,
+    attention: Read,
+    usual: Usual = LINEAR,
     folders: tuple[str, str] = ("mamba", "self_attn"),
 ) -> Model:
     mixers = Mixer("Mamba2", mamba, folders=folders[:1]), Mixer("MultiHeadAttention", attention, folders=folders[1:])
