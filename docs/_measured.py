@@ -257,9 +257,13 @@ def _layers() -> Iterator[list[str]]:
 
 
 def _layers_files() -> Iterator[list[str]]:
+    rows = _read("layers")["files"]
     yield ["files of", "layers", "shards"]
-    for row in _read("layers")["files"]:
-        yield [f"`{row['model_type']}`", str(row["layers"]), str(row["shards"])]
+    names = ", ".join(f"`{row['model_type']}`" for row in rows)
+    yield [
+        names,
+        *(str(sum(row[name] for row in rows)) for name in ("layers", "shards")),
+    ]
 
 
 def _layers_versions() -> Iterator[list[str]]:

@@ -160,10 +160,9 @@ def draw(module: torch.nn.Module, seed: int) -> None:
             parameter.copy_(parameter.to(torch.bfloat16))
 
 
-def _loader(ours: str, config: Any, index: int, **options: Any) -> Callable[..., Any]:
+def _loader(ours: str, config: Any, index: int) -> Callable[..., Any]:
     """By the config, as users do; the names of one module have no prefix."""
-    kind = getattr(layers, ours)
-    return lambda weights, **more: kind.from_config(config, index, weights, prefix="", **options, **more)
+    return lambda weights, **more: getattr(layers, ours).from_config(config, index, weights, prefix="", **more)
 
 
 def _fla(ours: str, name: str, cls: str, config: str, **sizes: Any) -> Reference:
@@ -198,16 +197,13 @@ def _recurrent(
     made = small_config(model, config, sizes)
     module = theirs(model, cls)(made, layer_idx=0)
     prepare(module, made)
-    norm = getattr(module, "norm", None)
-    # before 5.23 some normalise all groups as one, which models were not trained with
-    together = ours == "Mamba2" and norm is not None and not (hasattr(norm, "group_size") or hasattr(norm, "n_groups"))
     return Reference(
         ours,
         f"transformers {name}",
         made,
         module,
-        _loader(ours, made, 0, **({"norm_groups": 1} if together else {})),
-        lambda x, cache, position: module(x, cache_params=cache).reshape(x.shape),
+        _loader(ours, made, 0),
+        lambda x, cache, position: module(x, cache_params=cache),
         lambda: DynamicCache(config=made),
     )
 
