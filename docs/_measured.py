@@ -298,6 +298,16 @@ def _layers() -> Iterator[list[str]]:
         yield [f"`{row['layer']}`", row["reference"], *cells]
 
 
+def _layers_files() -> Iterator[list[str]]:
+    rows = _read("layers")["files"]
+    yield ["files of", "layers", "shards"]
+    names = ", ".join(f"`{row['model_type']}`" for row in rows)
+    yield [
+        names,
+        *(str(sum(row[name] for row in rows)) for name in ("layers", "shards")),
+    ]
+
+
 def _layers_versions() -> Iterator[list[str]]:
     found = _read("layers")
     yield ["measured", *found["versions"]]
@@ -366,6 +376,7 @@ TABLES = {
     "tpu_mesh": lambda: _mesh("tpu_mesh", "Explicit", memory=False),
     "tpu_mesh_time": lambda: _mesh_time("tpu_mesh"),
     "layers": _layers,
+    "layers_files": _layers_files,
     "layers_versions": _layers_versions,
     "flash": _flash,
     "triton": lambda: _triton(

@@ -29,7 +29,7 @@ class Norm(nnx.Module):
     """A root mean square norm, whose scale Qwen stores less 1."""
 
     def __init__(self, weight, offset, epsilon):
-        self.scale, self.epsilon = nnx.Param(weight.astype(jnp.float32) + offset), epsilon
+        self.scale, self.epsilon = nnx.Param(weight[...] + offset), epsilon
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
@@ -95,7 +95,7 @@ class Experts(nnx.Module):
             shares, experts = jax.lax.top_k(jax.nn.softmax(logits), self.chosen)
             return shares / shares.sum(-1, keepdims=True) if self.normalised else shares, experts
         scores = jax.nn.sigmoid(logits)
-        choice = (scores + self.bias[...].astype(jnp.float32)).reshape(len(tokens), self.groups, -1)
+        choice = (scores + self.bias[...]).reshape(len(tokens), self.groups, -1)
         best, _ = jax.lax.top_k(choice, 2)
         _, groups = jax.lax.top_k(best.sum(-1), self.chosen_groups)
         allowed = (jnp.arange(self.groups) == groups[..., None]).any(1)
@@ -124,7 +124,7 @@ class Experts(nnx.Module):
 
 
 class Weights:
-    """Parameters in the dtype to compute in, by their names in the files."""
+    """Parameters by their names in the files: matrices in the dtype to compute in, norms and the like in float32."""
 
     def __init__(self, checkpoint, dtype):
         self.checkpoint, self.dtype = checkpoint, dtype
@@ -135,7 +135,8 @@ class Weights:
     def __call__(self, name):
         if name not in self:
             raise ValueError(f"{self.checkpoint.path}: no {name}")
-        return nnx.Param(jnp.asarray(self.checkpoint[name], self.dtype))
+        array = self.checkpoint[name]
+        return nnx.Param(jnp.asarray(array, jnp.float32 if array.ndim == 1 else self.dtype))
 
     def optional(self, name):
         return self(name) if name in self else None
@@ -146,7 +147,7 @@ class Block(nnx.Module):
 
     def __init__(self, take, prefix, mixer, names, config, offset):
         epsilon = config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-6))
-        self.norms = nnx.List([Norm(take(f"{prefix}{name}.weight")[...], offset, epsilon) for name in names["norms"]])
+        self.norms = nnx.List([Norm(take(f"{prefix}{name}.weight"), offset, epsilon) for name in names["norms"]])
         self.mixer = nnx.data(mixer)
         folder = f"{prefix}{'mlp' if len(self.norms) > 1 else 'mixer'}."
         if f"{folder}gate.weight" in take:
@@ -183,7 +184,7 @@ class Model(nnx.Module):
             progress(number + 1, len(kinds))
         self.blocks = nnx.List(blocks)
         epsilon = config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-6))
-        self.norm = Norm(take(f"{root}{names['norm']}.weight")[...], offset, epsilon)
+        self.norm = Norm(take(f"{root}{names['norm']}.weight"), offset, epsilon)
         self.head = nnx.data(None if config.get("tie_word_embeddings") else take("lm_head.weight"))
 
     def empty_states(self, batch, capacity):

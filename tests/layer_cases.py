@@ -171,15 +171,20 @@ def softmax(w, x):
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
 
 
-def kimi_bounded(w, x):
-    """More value heads than keys, a bounded decay of full rank, beta to 2, another value dim."""
+def kimi_bounded(w, x, most=2):
+    """More value heads than keys, a bounded decay of full rank, beta to `most`, another value dim."""
     query, key, value = (convolved(x @ w[f"{n}_proj.weight"].T, w[f"{n}_conv1d.weight"]) for n in "qkv")
     query, key = (shared(unit(heads(each, 2)), 4) for each in (query, key))
     rate = np.exp(w["A_log"]).reshape(4, 1)
     decay = -5 * sigmoid(rate * heads(x @ w["f_proj.weight"].T + w["dt_bias"], 4))
-    output = remembered(query, key, heads(value, 4), decay, 4**-0.5, 2 * sigmoid(x @ w["b_proj.weight"].T))
+    output = remembered(query, key, heads(value, 4), decay, 4**-0.5, most * sigmoid(x @ w["b_proj.weight"].T))
     output = rms(output, w["o_norm.weight"], 1e-5) * sigmoid(heads(x @ w["g_proj.weight"].T, 4))
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+def kimi_k3(w, x):
+    """The same with a decay by two projections and beta to 1."""
+    return kimi_bounded({**w, "f_proj.weight": w["f_b_proj.weight"] @ w["f_a_proj.weight"]}, x, 1)
 
 
 def olmo_hybrid(w, x):
@@ -235,10 +240,10 @@ def gemma4(w, x):
 
 
 def deepseek(w, x):
-    """Pairs that turn together are neighbours; queries by two projections, biases."""
-    down = rms(x @ w["q_a_proj.weight"].T + w["q_a_proj.bias"], w["q_a_layernorm.weight"], 1e-6)
+    """Pairs that turn together are neighbours; queries by two projections; biases, or as in Ling a gate a head."""
+    down = rms(x @ w["q_a_proj.weight"].T + w.get("q_a_proj.bias", 0), w["q_a_layernorm.weight"], 1e-6)
     query = heads(down @ w["q_b_proj.weight"].T, 2)
-    both = x @ w["kv_a_proj_with_mqa.weight"].T + w["kv_a_proj_with_mqa.bias"]
+    both = x @ w["kv_a_proj_with_mqa.weight"].T + w.get("kv_a_proj_with_mqa.bias", 0)
     latent, key = rms(both[:, :5], w["kv_a_layernorm.weight"], 1e-6), both[:, None, 5:]
     own, value = np.split(heads(latent @ w["kv_b_proj.weight"].T, 2), [3], -1)
     turns = np.exp(1j * np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(2) / 2)))[:, None]
@@ -252,6 +257,9 @@ def deepseek(w, x):
     query = np.concatenate([query[..., :3], real(turned(query[..., 3:]))], -1)
     key = np.concatenate([own, shared(real(turned(key)), 2)], -1)
     output = attended(query, key, value, 7**-0.5)
+    if "dense.weight" in w:
+        output = output * sigmoid(x @ w["g_proj.weight"].T)[..., None]
+        return output.reshape(len(x), -1) @ w["dense.weight"].T
     return output.reshape(len(x), -1) @ w["o_proj.weight"].T + w["o_proj.bias"]
 
 
@@ -287,28 +295,37 @@ _KIMI_LATENT = {
     "o_proj.weight": (16, 12),
 }
 
+_KDA = {
+    **{f"{n}_proj.weight": (8, 16) for n in "qk"},
+    **{f"{n}_conv1d.weight": (8, 1, 4) for n in "qk"},
+    "v_proj.weight": (24, 16),
+    "v_conv1d.weight": (24, 1, 4),
+    "g_proj.weight": (24, 16),
+    "b_proj.weight": (4, 16),
+    "dt_bias": (16,),
+    "o_norm.weight": (6,),
+    "o_proj.weight": (16, 24),
+}
+_KDA_OPTIONS = {
+    **{"heads": 2, "head_dim": 4, "value_heads": 4, "value_dim": 6, "lower_bound": -5.0},
+    "low_rank_output_gate": False,
+}
+
 VARIANTS = {
     "kda, bounded": Published(
         layers.KimiDeltaAttention,
         "from_transformers",
-        {
-            **{"heads": 2, "head_dim": 4, "value_heads": 4, "value_dim": 6, "lower_bound": -5.0},
-            **{"negative_eigenvalues": True, "low_rank_decay": False, "low_rank_output_gate": False},
-        },
-        {
-            **{f"{n}_proj.weight": (8, 16) for n in "qk"},
-            **{f"{n}_conv1d.weight": (8, 1, 4) for n in "qk"},
-            "v_proj.weight": (24, 16),
-            "v_conv1d.weight": (24, 1, 4),
-            "f_proj.weight": (16, 16),
-            "g_proj.weight": (24, 16),
-            "b_proj.weight": (4, 16),
-            "A_log": (1, 1, 4, 1),
-            "dt_bias": (16,),
-            "o_norm.weight": (6,),
-            "o_proj.weight": (16, 24),
-        },
+        _KDA_OPTIONS | {"negative_eigenvalues": True, "low_rank_decay": False},
+        _KDA | {"f_proj.weight": (16, 16), "A_log": (1, 1, 4, 1)},
         kimi_bounded,
+        "query",
+    ),
+    "kda of Kimi-K3": Published(
+        layers.KimiDeltaAttention,
+        "from_transformers",
+        _KDA_OPTIONS,
+        _KDA | {"f_a_proj.weight": (6, 16), "f_b_proj.weight": (16, 6), "A_log": (4,)},
+        kimi_k3,
         "query",
     ),
     "gdn of Olmo-Hybrid": Published(
@@ -365,6 +382,23 @@ VARIANTS = {
         {**_LATENT, "rope_theta": None, "output_gate": "head", "interleaved": False},
         _KIMI_LATENT | {"g_proj.weight": (2, 16)},
         kimi_latent,
+        "query",
+    ),
+    "latent of Ling-3.0-tiny": Published(
+        layers.MultiHeadLatentAttention,
+        "from_transformers",
+        {**_LATENT, "query_rank": 7, "output_gate": "head"},
+        {
+            "q_a_proj.weight": (7, 16),
+            "q_a_layernorm.weight": (7,),
+            "q_b_proj.weight": (14, 7),
+            "kv_a_proj_with_mqa.weight": (9, 16),
+            "kv_a_layernorm.weight": (5,),
+            "kv_b_proj.weight": (18, 5),
+            "g_proj.weight": (2, 16),
+            "dense.weight": (16, 12),
+        },
+        deepseek,
         "query",
     ),
 }

@@ -96,8 +96,8 @@ def _output_and_gradients(graph: Any, parameters: Any, rest: Any, x: Any, weight
 
 
 def _ours(reference: Reference, x: np.ndarray, weights: np.ndarray) -> Computed:
-    # PyTorch's own tensors, in float64 before anything is added to them
-    given = {name: each.to(torch.tensor(x).dtype) for name, each in reference.module.state_dict().items()}
+    # PyTorch's own tensors, as models are published; nothing may be computed in their dtype
+    given = {name: each.to(torch.bfloat16) for name, each in reference.module.state_dict().items()}
     layer = reference.load(given, param_dtype=x.dtype)
     output, (of_parameters, of_x) = _output_and_gradients(*nnx.split(layer, nnx.Param, ...), x, weights)
     gradients = {**_by_our_names(of_parameters), "x": np.asarray(of_x)}

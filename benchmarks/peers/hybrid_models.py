@@ -19,12 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import hybrid_models as example
 
 PROMPT, COUNT = 12, 10
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 
 
 def _nemotron() -> Any:
@@ -34,9 +28,7 @@ def _nemotron() -> Any:
         {
             **{"hidden_size": WIDTH, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2},
             **{"chunk_size": 16, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM},
-            **{"vocab_size": 64, "intermediate_size": 48, "time_step_min": 1e-30, "n_routed_experts": 4},
-            **{"n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24},
-            **{"num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
+            **{"time_step_min": 1e-30, "routed_scaling_factor": 1.5},
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
         },
     )
@@ -44,12 +36,12 @@ def _nemotron() -> Any:
 
 # by name: the class of the model, and its config
 MODELS = {
-    "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM", lambda: qwen_config("Qwen3Next", "qwen3_next", **EXPERTS)),
+    "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM", lambda: qwen_config("Qwen3Next", "qwen3_next")),
     "Qwen3.5": ("qwen3_5", "Qwen3_5ForCausalLM", lambda: qwen_config("Qwen3_5Text", "qwen3_5")),
     "Qwen3.5, experts": (
         "qwen3_5_moe",
         "Qwen3_5MoeForCausalLM",
-        lambda: qwen_config("Qwen3_5MoeText", "qwen3_5_moe", **EXPERTS),
+        lambda: qwen_config("Qwen3_5MoeText", "qwen3_5_moe"),
     ),
     "Nemotron-H": ("nemotron_h", "NemotronHForCausalLM", _nemotron),
 }

@@ -38,7 +38,7 @@ for _model in (
         "bailing_hybrid",
         "deepseek_v3",
     ),
-    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "gpt_oss"),
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma4", "gpt_oss"),
 ):
     importlib.import_module(f"transformers.models.{_model}.modeling_{_model}")
 del sys.modules["fla"]
@@ -66,7 +66,21 @@ def _chunk_kda(q, k, v, g, beta, A_log, dt_bias, lower_bound=None, allow_neg_eig
 fla.layers.kda.chunk_kda = _chunk_kda
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 4, 2, 8, 6
-SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+EPSILON = 1e-3  # none that a config has by itself, so that it has to be read
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "rms_norm_eps": EPSILON,
+}
+# what is around the layers, of all families
+AROUND = {
+    **{"vocab_size": 64, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+    **{"topk_group": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    **{"moe_shared_expert_intermediate_size": 24, "shared_intermediate_size": 16},
+}
 SHORT = {"max_position_embeddings": 128, "num_hidden_layers": 2}
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {
@@ -88,7 +102,7 @@ MAMBA = {
     "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
-    "vocab_size": 64,
+    "rms_norm_eps": EPSILON,
 }
 LATENT = {
     "hidden_size": WIDTH,
@@ -98,6 +112,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+    "rms_norm_eps": EPSILON,
     **SHORT,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
@@ -116,6 +131,7 @@ class Reference:
 
     layer: str
     theirs: str
+    config: Any
     module: torch.nn.Module
     # further options are the layer's own
     load: Callable[..., Any]
@@ -129,7 +145,7 @@ class Reference:
 
 
 def draw(module: torch.nn.Module, seed: int) -> None:
-    """Every parameter drawn, also those that would start as 0, as 1 or not at all."""
+    """Every parameter drawn from the numbers of bfloat16, also those that would start as 0, as 1 or not at all."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -141,6 +157,7 @@ def draw(module: torch.nn.Module, seed: int) -> None:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.2, generator=generator)
+            parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def _loader(ours: str, config: Any, index: int) -> Callable[..., Any]:
@@ -149,14 +166,15 @@ def _loader(ours: str, config: Any, index: int) -> Callable[..., Any]:
 
 
 def _fla(ours: str, name: str, cls: str, config: str, **sizes: Any) -> Reference:
-    sizes = {"hidden_size": WIDTH, "num_heads": HEADS, "norm_eps": 1e-5, **sizes}
+    sizes = {"hidden_size": WIDTH, "num_heads": HEADS, "norm_eps": EPSILON, **sizes}
     module = getattr(fla.layers, cls)(layer_idx=0, **sizes)
-    config = getattr(fla.models, config)(num_hidden_layers=1, **sizes)
+    made = getattr(fla.models, config)(num_hidden_layers=1, vocab_size=64, **sizes)
     return Reference(
         ours,
         name,
+        made,
         module,
-        _loader(ours, config, 0),
+        _loader(ours, made, 0),
         lambda x, cache, position: module(x, past_key_values=cache, use_cache=cache is not None)[0],
         FlaCache,
         float64=False,
@@ -167,7 +185,7 @@ def small_config(model: str, name: str, sizes: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{name}Config", None)
     if config is None:
         config = getattr(importlib.import_module(f"transformers.models.{model}.configuration_{model}"), f"{name}Config")
-    config = config(**sizes)
+    config = config(**AROUND | sizes)
     config._attn_implementation = "eager"
     return config
 
@@ -182,6 +200,7 @@ def _recurrent(
     return Reference(
         ours,
         f"transformers {name}",
+        made,
         module,
         _loader(ours, made, 0),
         lambda x, cache, position: module(x, cache_params=cache),
@@ -201,7 +220,7 @@ def _softmax(
     **sizes: Any,
 ) -> Reference:
     """Attention: `rotary` is the class that makes its cosines and sines, by kinds of layers where it says so."""
-    made = small_config(model, config, {"vocab_size": 64, **sizes})
+    made = small_config(model, config, sizes)
     module = theirs(model, cls)(made, layer_idx=index)
     kind = (getattr(made, "layer_types", None) or ["full_attention"] * (index + 1))[index]
     window = made.sliding_window if kind == "sliding_attention" else None
@@ -227,6 +246,7 @@ def _softmax(
     return Reference(
         ours,
         f"transformers {name}",
+        made,
         module,
         _loader(ours, made, index),
         call,
@@ -251,6 +271,7 @@ def _lightning() -> Reference:
     return Reference(
         "LightningAttention",
         "transformers MiniMax",
+        config,
         module,
         _loader("LightningAttention", config, 1),
         lambda x, cache, position: module(x, None, None, past_key_values=cache)[0],
@@ -272,8 +293,6 @@ def qwen_config(name: str, model: str, **more: Any) -> Any:
             **SIZES,
             **LINEAR,
             "num_hidden_layers": 4,
-            "vocab_size": 64,
-            "intermediate_size": 48,
             "max_position_embeddings": 256,
             "rope_parameters": {
                 "rope_type": "default",
@@ -306,10 +325,10 @@ def references() -> list[Reference]:
     nemotron = {
         **{"hidden_size": WIDTH, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2},
         **{"chunk_size": 16, "layers_block_type": HYBRID, "num_attention_heads": HEADS, "head_dim": HEAD_DIM},
-        **{"num_key_value_heads": KV_HEADS, "time_step_min": 0.0},
+        **{"num_key_value_heads": KV_HEADS, "time_step_min": 1e-30, "layer_norm_epsilon": EPSILON},
     }
     falcon = {**MAMBA, "mamba_d_ssm": 64, **multipliers}
-    kimi = {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "layer_types": HYBRID}
+    kimi = {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM, "layer_types": HYBRID}
     ling = {**LATENT, "head_dim": HEAD_DIM, "layer_types": HYBRID}
     mrope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
     return [
@@ -327,7 +346,7 @@ def references() -> list[Reference]:
         _recurrent(
             *("Mamba2", "Mamba-2", "mamba2", "Mamba2", "Mamba2Mixer"),
             **{"hidden_size": WIDTH, "num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 12, "n_groups": 2},
-            **{"chunk_size": 16, "num_hidden_layers": 1},
+            **{"chunk_size": 16, "num_hidden_layers": 1, "layer_norm_epsilon": EPSILON},
         ),
         _recurrent("Mamba2", "Bamba", "bamba", "Bamba", "BambaMixer", **MAMBA, attn_layer_indices=[1]),
         _recurrent("Mamba2", "Nemotron-H", "nemotron_h", "NemotronH", "NemotronHMamba2Mixer", **nemotron),
@@ -352,7 +371,7 @@ def references() -> list[Reference]:
             *("Mamba2", "Zamba2", "zamba2", "Zamba2", "Zamba2MambaMixer"),
             **{"hidden_size": WIDTH, "n_mamba_heads": 8, "mamba_d_state": 12, "mamba_ngroups": 2, "mamba_expand": 2},
             **{"chunk_size": 16, "num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
-            time_step_min=0.0,
+            **{"time_step_min": 1e-30, "rms_norm_eps": EPSILON, "num_attention_heads": HEADS, "num_mem_blocks": 1},
         ),
         _recurrent(*("GatedDeltaNet", "Qwen3-Next", "qwen3_next", "Qwen3Next", "Qwen3NextGatedDeltaNet"), **QWEN),
         _recurrent("GatedDeltaNet", "Qwen3.5", "qwen3_5", "Qwen3_5Text", "Qwen3_5GatedDeltaNet", **QWEN),
@@ -415,6 +434,10 @@ def references() -> list[Reference]:
         _softmax("Qwen2", "qwen2", "Qwen2", "Qwen2Attention", "Qwen2RotaryEmbedding", **SIZES, **SHORT),
         _softmax("Qwen3", "qwen3", "Qwen3", "Qwen3Attention", "Qwen3RotaryEmbedding", **SIZES, **SHORT),
         _softmax(
+            *("Qwen3, experts", "qwen3_moe", "Qwen3Moe", "Qwen3MoeAttention", "Qwen3MoeRotaryEmbedding"),
+            **{**SIZES, **SHORT},
+        ),
+        _softmax(
             *("Gemma 2, window", "gemma2", "Gemma2", "Gemma2Attention", "Gemma2RotaryEmbedding"),
             **{**SIZES, **SHORT, **WINDOWS, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
         ),
@@ -436,10 +459,10 @@ def references() -> list[Reference]:
                     "Gemma4TextRotaryEmbedding",
                     index,
                 ),
-                **{**SIZES, **SHORT, **WINDOWS, "global_head_dim": 16, "attention_k_eq_v": True},
+                **{**SIZES, **SHORT, **WINDOWS, "global_head_dim": 512, "attention_k_eq_v": True},
                 num_global_key_value_heads=1,
             )
-            for index, shown in enumerate(("window", "full, values are keys"))
+            for index, shown in enumerate(("window", "full, 512 dims, values are keys"))
         ),
         _softmax(
             *("gpt-oss, window", "gpt_oss", "GptOss", "GptOssAttention", "GptOssRotaryEmbedding"),

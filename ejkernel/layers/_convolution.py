@@ -23,7 +23,7 @@ class ShortConvolution(nnx.Module):
         self.size, self.widths = _checks.positive_int("convolution", size), tuple(widths)
         bound, shape = self.size**-0.5, (self.size, self.channels)
         self.kernel = nnx.Param(init.uniform(shape, -bound, bound, init.param_dtype))
-        self.bias = init.param(jnp.zeros(self.channels)) if bias else None
+        self.bias = nnx.Param(jnp.zeros(self.channels, init.param_dtype)) if bias else None
 
     @property
     def channels(self) -> int:

@@ -59,10 +59,12 @@ class ParamInit:
         return jax.random.uniform(self.rngs.params(), shape, dtype, low, high)
 
     def param(self, values: jax.Array) -> nnx.Param:
-        return nnx.Param(values.astype(self.param_dtype))
+        """A handful of numbers that nothing is gained by rounding: in at least float32, as their checkpoints are."""
+        return nnx.Param(values.astype(wide_dtype(self.param_dtype)))
 
     def norm(self, dims: int, epsilon: float) -> "RMSNorm":
-        return RMSNorm(dims, epsilon, self.param_dtype)
+        """Its scale likewise: one that is stored less 1, in bfloat16, is not of bfloat16 once 1 is added."""
+        return RMSNorm(dims, epsilon, wide_dtype(self.param_dtype))
 
 
 class Projection(nnx.Linear):

@@ -38,7 +38,7 @@ class GatedLinearAttention(GatedOutputLayer):
             heads: a query finds what followed when the text last looked like this.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

@@ -46,7 +46,7 @@ class KimiDeltaAttention(RecurrentLayer):
         gate_bias: Whether the output gate has a bias, as flash-linear-attention's has and Kimi Linear's has not.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

@@ -60,7 +60,7 @@ class MultiHeadLatentAttention(Published):
             `proportional`.
         epsilon: Added to the mean square in the norms.
         dtype: The dtype to compute in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:
@@ -283,5 +283,6 @@ def _layouts(interleaved: bool) -> dict[str, _weights.Sources]:
     return {
         "transformers' DeepseekV3Attention": sources,
         "transformers' DeepseekV3Attention without q_lora_rank": direct,
-        "Ling's latent attention": direct | _weights.linears(out="dense"),
+        "Ling's latent attention": sources | _weights.linears(out="dense"),
+        "Ling's latent attention without q_lora_rank": direct | _weights.linears(out="dense"),
     }

@@ -30,7 +30,7 @@ class LightningAttention(RecurrentLayer):
         head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms and the memory are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

@@ -43,7 +43,7 @@ class Mamba2(RecurrentLayer):
             they leave the first projection, as in Falcon-H1; `None` is nothing.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, time steps and the memory are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

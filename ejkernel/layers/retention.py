@@ -33,7 +33,7 @@ class Retention(GatedOutputLayer):
         rope_theta: The base of the rotation's frequencies.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

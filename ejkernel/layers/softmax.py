@@ -71,7 +71,7 @@ class MultiHeadAttention(Published):
             `proportional`.
         epsilon: Added to the mean square in the norms.
         dtype: The dtype to compute in; `None` is the input's. Norms, rotations and the softmax are in at least float32.
-        param_dtype: The dtype of the parameters.
+        param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
     Examples:

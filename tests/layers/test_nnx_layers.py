@@ -114,7 +114,11 @@ def test_dtypes(published, layer, run, x):
     assert output.dtype == jnp.bfloat16
     assert_close(output, run(x)[0], 0.05)
     half = published.make(dtype=jnp.float16, param_dtype=jnp.bfloat16)
-    assert {each.dtype for each in jax.tree.leaves(nnx.state(half, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    parameters = nnx.to_flat_state(nnx.state(half, nnx.Param))
+    assert all(
+        each.get_value().dtype == (jnp.bfloat16 if path[-1] in ("kernel", "bias") else jnp.float32)
+        for path, each in parameters
+    )
     if hasattr(layer, "empty_cache"):
         state = half.empty_cache(len(x), TOKENS)
         assert state[0].dtype == jnp.float16
@@ -206,6 +210,47 @@ def test_stacked_layers_keep_what_is_named(x):
         expected, _ = through(expected, jax.tree.map(lambda each, n=number: each[n], parameters))
     found, _ = jax.jit(lambda x, parameters: jax.lax.scan(through, x, parameters))(x, parameters)
     assert_close(found, expected, 1e-5)
+
+
+def test_layers_that_are_made_already_are_stacked(published, x):
+    """Of a published model: the same as one after the other, and the partitioning has an axis more, here alone."""
+    made = [published.make(seed) for seed in range(3)]
+    stack = layers.stacked(made, axis="stage")
+    graph, parameters = nnx.split(stack)
+    kernel = nnx.get_partition_spec(parameters)["out"]["kernel"].get_value()
+    assert kernel == jax.P("stage", "model", None)
+    assert nnx.get_partition_spec(nnx.state(made[0]))["out"]["kernel"].get_value() == jax.P("model", None)
+    found, _ = jax.lax.scan(lambda x, one: (nnx.merge(graph, one)(x)[0], None), x, parameters)
+    for each in made:
+        x, _ = each(x)
+    assert_close(found, x, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((None, 0, nnx.Rngs(0)), {}, ValueError, "count: got 0; expected an int of at least 1"),
+        ((None, 2, 0), {}, TypeError, "rngs: got int; expected nnx.Rngs"),
+        ((None, 2, nnx.Rngs(0)), {"axis": 1}, TypeError, "axis: got int; expected a name or None"),
+        (([],), {}, TypeError, "make: got an empty one; expected a function or a list of modules"),
+        ((3,), {}, TypeError, "make: got int; expected a function or a list of modules"),
+        (([16], 2), {}, TypeError, "count: got int; expected None, as the modules are made already"),
+        (([16, 16, 24],), {}, ValueError, "make: got a module 2 that is not as module 0; expected modules of the same"),
+    ],
+)
+def test_stacks_that_cannot_be(arguments, options, error, message):
+    """A number stands for the layer of that width, `None` for a function that makes one."""
+
+    def made(width):
+        return layers.Retention(width, heads=2, rngs=nnx.Rngs(0))
+
+    first, *rest = arguments
+    if isinstance(first, list):
+        first = [made(width) for width in first]
+    elif first is None:
+        first = lambda rngs, number: made(16)  # noqa: E731
+    with pytest.raises(error, match=message):
+        layers.stacked(first, *rest, **options)
 
 
 def test_packed_is_separate(run, x):

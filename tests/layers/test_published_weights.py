@@ -1,6 +1,8 @@
 """What loaders and `from_config` take: arrays of any library, safetensors files, and the configs of released models."""
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,24 @@ def test_arrays_of_any_library_and_dtype(kind, dtype):
     }
     layer = KDA.layer.from_fla(given, WIDTH, **KDA.options, prefix="model.3.")
     same(layer, KDA.layer.from_fla({n: w.astype(np.float32) for n, w in weights.items()}, WIDTH, **KDA.options))
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *VARIANTS])
+def test_a_bfloat16_checkpoint_loses_nothing_in_bfloat16(name):
+    """Not even where 1 is added to a scale, or gates are in float32 as in Ling's files."""
+    published = (PUBLISHED | VARIANTS)[name]
+    weights = {
+        name: each if name.endswith(("A_log", "dt_bias")) else each.astype(jnp.bfloat16)
+        for name, each in published.weights().items()
+    }
+
+    def made(dtype):
+        layer = getattr(published.layer, published.load)(weights, WIDTH, **published.options, param_dtype=dtype)
+        return nnx.state(layer, nnx.Param)
+
+    half, whole = made(jnp.bfloat16), made(jnp.float32)
+    assert any(each.dtype == jnp.bfloat16 for each in jax.tree.leaves(half))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.float32(a), b), half, whole)
 
 
 def test_tensors_that_do_not_fit_are_all_listed():
@@ -190,11 +210,11 @@ def test_names_of_each_family_make_the_same_gated_delta_net():
 
 
 def test_decays_of_kimi_k3_are_padded():
-    variant = VARIANTS["kda, bounded"]
+    variant = VARIANTS["kda of Kimi-K3"]
     weights = variant.weights()
-    padded = np.pad(weights["A_log"].reshape(4), (0, 124), constant_values=np.nan)
+    padded = np.pad(weights["A_log"], (0, 124), constant_values=np.nan)
     layer = variant.layer.from_transformers(weights | {"A_log": padded}, WIDTH, **variant.options)
-    np.testing.assert_array_equal(layer.A_log[...], weights["A_log"].reshape(4))
+    np.testing.assert_array_equal(layer.A_log[...], weights["A_log"])
 
 
 SOFTMAX = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -221,7 +241,7 @@ CONFIGS = {
         [("GatedDeltaNet", {"value_heads": 4, "value_dim": 12})],
     ),
     "kda": (FLA | {"lower_bound": -5}, [("KimiDeltaAttention", {"lower_bound": -5.0, "value_dim": 8})]),
-    "minimax": (SOFTMAX | {"head_dim": 8}, [("LightningAttention", {"head_dim": 8}), ("MultiHeadAttention", {})]),
+    "minimax": (SOFTMAX | {"head_dim": 8}, [("MultiHeadAttention", {}), ("LightningAttention", {"head_dim": 8})]),
     "mamba2": (
         {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 12, "n_groups": 2, "num_hidden_layers": 1}
         | {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
@@ -285,7 +305,7 @@ CONFIGS = {
         [("KimiDeltaAttention", {"lower_bound": -5.0})],
     ),
     "bailing_hybrid": (
-        LATENT | {"head_dim": 8, "layer_group_size": 2},
+        LATENT | {"head_dim": 8, "layer_group_size": 2, "no_kda_lora": True, "partial_rotary_factor": 0.5},
         [
             ("KimiDeltaAttention", {"lower_bound": -5.0, "decay_down": None}),
             ("MultiHeadLatentAttention", {"output_gate_of": "head", "query_down": None}),
@@ -341,6 +361,7 @@ ALIASES = {
     "qwen3_moe",
     "gemma3_text",
     "gemma4_text",
+    "bailing_moe_v3_vl",
 }
 
 
@@ -356,8 +377,79 @@ def test_sizes_come_from_the_config(name):
             assert found == value or found == pytest.approx(value), attribute
 
 
-def test_every_family_has_a_config_here():
+LING = {"model_type": "bailing_hybrid", **CONFIGS["bailing_hybrid"][0]}
+GEMMA4 = {"model_type": "gemma4_text", **CONFIGS["gemma4"][0]["text_config"], "layer_types": None}
+QWEN2 = {"model_type": "qwen2", **SOFTMAX, "num_hidden_layers": 4, "sliding_window": 6, "max_window_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        ({"model_type": "kimi_linear", "num_hidden_layers": 6}, [4]),
+        ({"model_type": "minimax", "num_hidden_layers": 4}, [0, 2]),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 4, "full_attention_interval": 2}, [1, 3]),
+        # layers past the last whole group are not linear
+        (LING | {"num_hidden_layers": 8, "layer_group_size": 3}, [2, 5, 6, 7]),
+    ],
+    ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
+)
+def test_kinds_of_layers_where_the_config_lists_none(config, full):
+    recurrent = {"KimiDeltaAttention", "LightningAttention", "GatedDeltaNet"}
+    found = [number for number, (kind,) in enumerate(layers.mixers(config)) if kind.__name__ not in recurrent]
+    assert found == full
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (QWEN2, [None] * 4),
+        (QWEN2 | {"use_sliding_window": True}, [None] * 3 + [6]),
+        # the last layer sees everything in any case
+        (GEMMA4 | {"num_hidden_layers": 8}, [4] * 5 + [None, 4, None]),
+    ],
+    ids=["qwen2", "qwen2, windows", "gemma4"],
+)
+def test_windows_where_the_config_lists_none(config, windows):
+    def made(number):
+        return nnx.eval_shape(lambda: layers.MultiHeadAttention.from_config(config, number, rngs=nnx.Rngs(0)))
+
+    assert [made(number).window for number in range(len(windows))] == windows
+
+
+def test_ling_projects_queries_once_or_twice_and_gates_heads_or_dims():
+    """Ling-3.0-tiny has `q_lora_rank`; published files name the last projection `dense`."""
+    twice = VARIANTS["latent of Ling-3.0-tiny"]
+    weights = {f"model.layers.1.attention.{name}": each for name, each in twice.weights().items()}
+    config = LING | {
+        **{"hidden_size": WIDTH, "num_attention_heads": 2, "kv_lora_rank": 5, "q_lora_rank": 7, "rope_theta": 1e4},
+        **{"qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    }
+    same(layers.MultiHeadLatentAttention.from_config(config, 1, weights), twice.make())
+    config["gated_attention_proj_granularity_type"] = "element_wise"
+    found = nnx.eval_shape(lambda: layers.MultiHeadLatentAttention.from_config(config, 1, rngs=nnx.Rngs(0)))
+    assert found.output_gate_of == "dim"
+    config |= {"gated_attention_proj_granularity_type": "token_wise", "use_mla_nope": True}
+    raises(
+        "config: got 2 settings that do not fit; expected those of Ling 3\n"
+        "  use_mla_nope: got True; expected False or nothing, as the layer has nothing else\n"
+        "  gated_attention_proj_granularity_type: got 'token_wise'; expected 'head_wise' or 'element_wise' or nothing, "
+        "as the layer has nothing else",
+        "MultiHeadLatentAttention",
+        config,
+        1,
+    )
+
+
+def test_every_family_has_a_config_here_and_stands_on_the_page():
     assert MODELS.keys() == CONFIGS.keys() | ALIASES
+    page = (Path(__file__).parents[2] / "docs/ops/layers.md").read_text()
+    _, *rows = [line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| `[a-z]\w*`", line)]
+    said = {
+        name: set(re.findall(r"`(\w+)`", held)) for names, _, held, _ in rows for name in re.findall(r"`(\w+)`", names)
+    }
+    assert said == {
+        name: {mixer.layer for mixers in model.mixers.values() for mixer in mixers} for name, model in MODELS.items()
+    }
 
 
 def test_frequencies_come_from_the_config():
