@@ -4,8 +4,8 @@ All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B,
 packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
 lie along the mesh axis `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
 
-A server calls `output, cache = layer(x, cache, batch)` with tokens of many requests, `x [T, width]`: `ragged_batch` makes
-the batch from what a scheduler has, and `layer.empty_cache(limits)` the pools of states or the pages.
+A server calls `output, cache = layer(x, cache, batch)` with tokens of many requests, `x [T, width]`: `ragged_batch`
+makes the batch from what a scheduler has, and `layer.empty_cache(limits)` the pools of states or the pages.
 
 Each has a function `from_config(config, layer, weights)` that makes it as a published model has it, with sizes and
 options from the model's `config.json`, and functions `from_…(weights, *arguments, prefix="", **options)` that make it
