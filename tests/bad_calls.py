@@ -93,6 +93,7 @@ POOLS = [
     ({"at": WRITES}, ValueError, "at: got tokens without a pool; expected states= beside it"),
     (POOL | {"initial_state": ones(2, 4, 8, 8)}, ValueError, "initial_state: got an array beside states"),
     (POOL | {"reverse": True}, ValueError, "reverse: got True; expected False, as states= is given"),
+    (POOL | {"reverse": np.bool_(True)}, ValueError, "reverse: got True; expected False, as states= is given"),
     (POOL | {"segment_ids": np.zeros((2, 6), np.int32)}, ValueError, "segment_ids: got ids beside states"),
     (POOL | {"states": ones(3, 4, 8, 7)}, ValueError, r"states: got shape .*; expected \[slots, H, K, V\] with .*V=8"),
     (

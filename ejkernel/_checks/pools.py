@@ -35,7 +35,7 @@ def start(
             fail(name, None, "a slot of states, or -1, for each sequence")
     if initial_state is not None:
         fail("initial_state", "an array beside states", "one of the two")
-    if reverse is True:
+    if isinstance(reverse, bool | np.bool_) and reverse:
         fail("reverse", True, "False, as states= is given")
     if segment_ids is not None:
         fail("segment_ids", "ids beside states", "cu_seqlens, or rows of one sequence each")
