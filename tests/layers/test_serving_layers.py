@@ -151,6 +151,21 @@ def test_whole_prompts_then_tokens(name):
         assert np.isnan(wrong[6:10]).all() and not np.asarray(wrong)[10:].any()
 
 
+def test_whole_prompts_leave_no_more_pages_than_a_window_spans():
+    """Tokens before the window are not written, and need no page."""
+    published, rng = PUBLISHED["softmax"], np.random.default_rng(4)
+    layer = published.make()
+    limits = layers.ServingLimits(tokens=10, sequences=1, page=2, longest=12, window_pages=2)
+    step = nnx.jit(lambda layer, x, cache, batch: layer(x, cache, batch))
+    x = rng.normal(size=(11, WIDTH)).astype(np.float32)
+    batch = layers.ragged_batch(limits, [10], window_pages=[[-1, -1, -1, -1, 1]], whole_prompts=True)
+    prompt, cache = step(layer, x[:10], poisoned(layer.empty_cache(limits)), batch)
+    batch = layers.ragged_batch(limits, [1], [10], window_pages=[[-1, -1, -1, -1, 1, 0]])
+    token, _ = step(layer, np.resize(x[10:], (10, WIDTH)), cache, batch)
+    found = np.concatenate([prompt, token[:1]])
+    assert_close(found, published.expected(published.weights(), x), 1e-5)
+
+
 @pytest.mark.parametrize("name", ["gdn", "softmax", "latent"])
 def test_bad_slots_and_pages_that_nobody_can_see_spoil_their_own_sequence_alone(name):
     """Traced: a slot that is none is as -1, tokens without a page and lengths past the table are NaN."""
