@@ -119,6 +119,7 @@ def _flash_attention() -> Iterator[Row]:
     yield _call("grouped heads", _qkv(Hkv=2))
     yield _call("`D` above 128", _qkv(K=192))
     yield _call("`D` above 256", _qkv(K=320))
+    yield _call("`D` above 512", _qkv(K=520))
     yield _call("`D ≠ Dv`", _qkv(V=64))
     yield _call("an odd length", _qkv(T=1023))
     yield _call("`causal`, fewer queries", _qkv(T=2)[:1] + _qkv()[1:], causal=True)

@@ -3,6 +3,8 @@
 # aliases are shown by their names, not spelled out
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
@@ -15,7 +17,8 @@ from ejkernel._front import public
 from ejkernel.kernels._differentiable import refuse_derivatives
 from ejkernel.kernels.attention.call import common_dtype
 from ejkernel.kernels.attention.paged import PAGED_ATTENTION
-from ejkernel.kernels.attention.paged.call import Call
+from ejkernel.kernels.attention.paged.call import Call, Inputs, places
+from ejkernel.kernels.attention.paged.xla import write
 
 __all__ = ["PagedCache", "paged_attention"]
 
@@ -107,22 +110,12 @@ def paged_attention(
     if isinstance(scale, jax.Array):
         query, scale = query.astype(wide) * scale.astype(wide), 1.0
     call = Call(
-        tokens=dims["T"],
-        sequences=dims["N"],
-        places=dims["M"],
-        pages=dims["P"],
-        page=dims["page"],
-        heads=dims["H"],
-        kv_heads=dims["Hkv"],
-        key_dim=dims["D"],
-        value_dim=dims["Dv"],
+        **_sizes(arrays),
         dtype=dtype,
         cached=tuple(np.dtype(each) for each in cached),
         wide=wide,
         scale=scale,
         scaled=query.dtype != dtype,
-        writes=arrays.key is not None,
-        latent=pages.value is None,
         soft_cap=_checks.soft_cap(logits_soft_cap),
         left=None if window is None else window[0],
         sinks=None if sinks is None else sinks.shape[-1],
@@ -135,3 +128,37 @@ def paged_attention(
     operands = (*rows, *pages, sinks, arrays.table, arrays.lengths, arrays.cu_seqlens)
     output, *cache = refuse_derivatives("paged_attention", run)(*operands)
     return output[0], PagedCache(*cache)
+
+
+def _sizes(arrays: _checks.PagedAttention) -> dict[str, Any]:
+    """Fields of `Call` that follow from the arrays' shapes."""
+    letters = {"tokens": "T", "sequences": "N", "places": "M", "pages": "P", "page": "page", "heads": "H"}
+    letters |= {"kv_heads": "Hkv", "key_dim": "D", "value_dim": "Dv"}
+    sizes = {name: arrays.dims[letter] for name, letter in letters.items()}
+    return sizes | {"writes": arrays.key is not None, "latent": arrays.pages.value is None}
+
+
+def write_pages(
+    key: AnyArray,
+    value: AnyArray | None,
+    pages: PagedCache,
+    table: AnyArray,
+    lengths: AnyArray,
+    cu_seqlens: Borders,
+) -> PagedCache:
+    """The pages with new tokens in them, as `paged_attention` writes them; tokens without a page are left out."""
+    latent = {} if pages.value is not None else {"value_dim": key.shape[-1]}
+    arrays = _checks.paged_attention(key, key, value, pages, table, lengths, cu_seqlens, **latent)
+    call = Call(**_sizes(arrays), dtype=np.dtype(key.dtype), cached=(), wide=np.dtype(np.float32), scale=1.0)
+    if 0 in (call.tokens, call.sequences, call.places, call.pages):
+        return arrays.pages
+
+    def run(key: Array, value: Array | None, key_pages: Array, value_pages: Array | None) -> PagedCache:
+        rows = [None if x is None else x[None] for x in (key, value)]
+        where = arrays.table, arrays.lengths, arrays.cu_seqlens
+        inputs = Inputs(key, rows[0], rows[1], key_pages, value_pages, None, *where)
+        written = write(call, inputs, places(call, inputs))
+        return PagedCache(written.key_pages, written.value_pages)
+
+    assert arrays.key is not None
+    return refuse_derivatives("write_pages", run)(arrays.key, arrays.value, *arrays.pages)

@@ -1,9 +1,10 @@
 """One table of wrong calls: what is changed of a good call, the error, and how its message begins."""
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -92,6 +93,7 @@ POOLS = [
     ({"at": WRITES}, ValueError, "at: got tokens without a pool; expected states= beside it"),
     (POOL | {"initial_state": ones(2, 4, 8, 8)}, ValueError, "initial_state: got an array beside states"),
     (POOL | {"reverse": True}, ValueError, "reverse: got True; expected False, as states= is given"),
+    (POOL | {"reverse": np.bool_(True)}, ValueError, "reverse: got True; expected False, as states= is given"),
     (POOL | {"segment_ids": np.zeros((2, 6), np.int32)}, ValueError, "segment_ids: got ids beside states"),
     (POOL | {"states": ones(3, 4, 8, 7)}, ValueError, r"states: got shape .*; expected \[slots, H, K, V\] with .*V=8"),
     (
@@ -992,7 +994,141 @@ def layer_ops() -> dict[str, Op]:
             ({"weights": {**fitting, 3: ones(8)}}, ValueError, r"weights: got 1 name .*\n  3: unknown"),
         ],
     )
-    names = ("batch", "capacity", "dtype")
+    limits = layers.ServingLimits(tokens=8, sequences=3, slots=4, pages=6, page=2, longest=8)
+    found["layers.ServingLimits"] = Op(
+        lambda **sizes: vars(layers.ServingLimits(**sizes)),
+        {"tokens": 8, "sequences": 3},
+        [
+            ({"tokens": 0}, ValueError, "tokens: got 0; expected an int of at least 1"),
+            ({"sequences": None}, ValueError, "sequences: got None; expected an int of at least 1"),
+            ({"slots": 2.0}, ValueError, "slots: got 2.0; expected an int of at least 1"),
+            ({"page": 0}, ValueError, "page: got 0; expected an int of at least 1"),
+        ],
+        ("tokens", "sequences", "slots", "page"),
+    )
+    batch = {"limits": limits, "tokens": [3, 1], "lengths": [0, 5], "reads": [-1, 2], "writes": [1, 2]}
+    batch |= {"pages": [[0, 1], [2, 3, 4]]}
+    several = layers.ServingLimits(tokens=8, sequences=3, slots=4, pages=6, page=2, longest=8, checkpoints=2)
+    drafts = {"limits": several, "writes": [[1, 3], [2]], "at": [[2, 3], [1]]}
+    bare = layers.ServingLimits(tokens=8, sequences=3)
+    windows = layers.ServingLimits(tokens=8, sequences=3, slots=4, pages=6, page=2, longest=8, window_pages=3)
+    found["layers.ragged_batch"] = Op(
+        lambda **lists: layers.ragged_batch(**lists),
+        batch,
+        [
+            ({"limits": 8}, TypeError, "limits: got int; expected ServingLimits"),
+            ({"tokens": 3}, TypeError, "tokens: got int; expected a list, with an entry for each sequence"),
+            ({"tokens": [3, 1, 0, 0]}, ValueError, "tokens: got 4 sequences; expected at most the 3 of limits"),
+            ({"tokens": [8, 1]}, ValueError, "tokens: got 9 of them; expected at most the 8 of limits.tokens"),
+            ({"tokens": [3, -1]}, ValueError, "tokens: got -1 of sequence 1; expected a number of at least 0"),
+            ({"tokens": [3, 1.0]}, TypeError, r"tokens: got \[1.0\] of sequence 1; expected integers"),
+            ({"tokens": [3, 4]}, ValueError, "tokens: got 9 in sequence 1; expected at most 8, by limits"),
+            ({"lengths": [0]}, ValueError, "lengths: got 1 sequences; expected the 2 of tokens"),
+            ({"lengths": [0, -5]}, ValueError, "lengths: got -5 of sequence 1; expected a number of at least 0"),
+            ({"lengths": [0, 9]}, ValueError, "lengths: got 9; expected 0 to 8, the tokens of 4 pages of 2"),
+            ({"reads": [-1, 4]}, ValueError, "reads: got slot 4; expected slots from 0 to 3, or -1 for none"),
+            ({"reads": [-2, 0]}, ValueError, "reads: got slot -2; expected slots from 0 to 3, or -1 for none"),
+            ({"reads": "ab"}, TypeError, "reads: got str; expected a list"),
+            ({"writes": [2, 2]}, ValueError, "writes: got slot 2 twice; expected each slot at most once"),
+            ({"writes": [1, 2**40]}, ValueError, "writes: got slot 2147483647; expected slots from 0 to 3"),
+            ({"at": [[1], [1]]}, ValueError, "at: got a list; expected None, as limits.checkpoints is None"),
+            (drafts | {"at": [[3], [1]]}, ValueError, "at: got 1 of sequence 0; expected as many as its writes, 2"),
+            (drafts | {"writes": [[1, 2], [2]]}, ValueError, "writes: got slot 2 twice; expected each slot at most"),
+            (
+                drafts | {"writes": [[1, 3, 0], [2]], "at": [[1, 2, 3], [1]]},
+                ValueError,
+                "writes: got 3 of sequence 0; expected at most 2, by limits.checkpoints",
+            ),
+            ({"pages": [[0], [2, 3, 4]]}, ValueError, "pages: got no page for tokens from 2 of sequence 0; expected"),
+            ({"pages": [[0, 1], [2, 3, -1]]}, ValueError, "pages: got no page for tokens from 5 of sequence 1"),
+            ({"pages": None}, ValueError, "pages: got no page for tokens from 0 of sequence 0; expected one"),
+            ({"pages": [[0, 6], [2, 3, 4]]}, ValueError, "pages: got page 6; expected pages from 0 to 5, or -1"),
+            ({"pages": [[0, 4], [2, 3, 4]]}, ValueError, "pages: got page 4 for new tokens in two places"),
+            (
+                {"pages": [[0] * 5, [2]]},
+                ValueError,
+                "pages: got 5 of sequence 0; expected at most 4, by limits.longest",
+            ),
+            ({"window_pages": [[0], []]}, ValueError, "window_pages: got a list; expected None, as limits have no win"),
+            (
+                {"limits": windows, "window_pages": [[0, 1], [-1, 2, 3]]},
+                ValueError,
+                "window_pages: got page 3; expected pages from 0 to 2",
+            ),
+            ({"limits": bare}, ValueError, "reads: got a list; expected None, as limits have no slots"),
+            ({"whole_prompts": True}, ValueError, "whole_prompts: got True beside lengths of 5; expected sequences"),
+            ({"whole_prompts": 1}, TypeError, "whole_prompts: got int; expected True or False"),
+        ],
+        (*batch, "at", "window_pages", "whole_prompts"),
+    )
+
+    def served(kind, x, batch, cache=None):
+        layer = kind(8, 2, rngs=nnx.Rngs(0))
+        return layer(x, layer.empty_cache(limits) if cache is None else cache, batch)
+
+    made = layers.ragged_batch(**batch)
+    unslotted = layers.RaggedBatch(made.cu_seqlens, made.lengths, table=made.table)
+    pages = ejkernel.PagedCache(ones(6, 2, 2, 4), ones(6, 2, 2, 4))
+    of_both = [
+        ({"x": ones(8, 7)}, ValueError, r"x: got shape \(8, 7\); expected \[T, width\]"),
+        ({"x": ones(2, 8, 8)}, ValueError, r"x: got shape \(2, 8, 8\); expected"),
+        ({"x": ones(3, 8)}, ValueError, "cu_seqlens: got last value 4; expected at most the 3 tokens"),
+    ]
+    found["layers.MultiHeadAttention served"] = Op(
+        functools.partial(served, layers.MultiHeadAttention),
+        {"x": ones(8, 8), "batch": made},
+        [
+            *of_both,
+            ({"cache": empty_cache(2, 9)}, TypeError, "cache: got KeyValueCache; expected what empty_cache or an"),
+            ({"cache": pages._replace(value=None)}, TypeError, "cache.value: got NoneType; expected an array"),
+            (
+                {"cache": pages._replace(key=ones(6, 2, 1, 4))},
+                ValueError,
+                r"cache.key: got shape \(6, 2, 1, 4\); expected \[P, page, Hkv, K\] with Hkv=2, K=4",
+            ),
+            (
+                {"batch": replace(made, lengths=np.array([0, -5, 0]))},
+                ValueError,
+                "batch.lengths: got -5; expected positions of at least 0",
+            ),
+            (
+                {"batch": replace(made, table=None)},
+                ValueError,
+                "batch: got no table; expected pages=, as this layer keeps keys and values in them",
+            ),
+            (
+                {"batch": replace(made, table=np.full((3, 4), 9))},
+                ValueError,
+                "table: got page 9; expected pages from 0 to 5",
+            ),
+        ],
+        ("x", "cache", "batch", "cu_seqlens", "table"),
+    )
+    found["layers.GatedLinearAttention served"] = Op(
+        functools.partial(served, layers.GatedLinearAttention),
+        {"x": ones(8, 8), "batch": made},
+        [
+            *of_both,
+            ({"cache": pages}, TypeError, "state: got PagedCache; expected what empty_cache or an earlier call"),
+            (
+                {"cache": layers.RecurrentState(ones(4, 2, 3, 4))},
+                ValueError,
+                r"state.memory: got shape \(4, 2, 3, 4\); expected \[slots, H, K, V\] with H=2, K=2, V=4",
+            ),
+            ({"batch": unslotted}, ValueError, "batch: got no slots; expected reads= and writes=, as this layer"),
+            (
+                {"batch": replace(made, writes=np.array([1, 1, -1]))},
+                ValueError,
+                "writes: got slot 1 twice; expected each slot at most once",
+            ),
+        ],
+        ("x", "state", "batch", "cu_seqlens", "writes"),
+    )
+    rows["empty_cache"] += [
+        ({"batch": bare, "capacity": None}, ValueError, "limits: got no pages; expected pages=, as this layer keeps"),
+        ({"batch": limits}, ValueError, "capacity: got 3; expected None beside ServingLimits"),
+    ]
+    names = ("batch", "capacity", "dtype", "limits")
     found["layers.empty_cache"] = Op(empty_cache, {"batch": 2, "capacity": 3}, rows["empty_cache"], names)
     return found
 

@@ -36,8 +36,7 @@ def test_raises_and_names_the_argument(name, changes, error, message):
     argument = str(caught.value).split(":")[0].removesuffix("()")
     argument = argument if argument in op.names() else argument.split(".")[0]  # or a part of it
     assert argument in op.names(), f"{argument} is no argument of {name}"
-    for key, each in data.items():
-        np.testing.assert_array_equal(each, before[key])
+    jax.tree.map(np.testing.assert_array_equal, data, before)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -257,6 +257,18 @@ def test_decoding_from_cached_states_agrees_with_one_pass(printed_by):
     assert len(set(re.findall(r"state of ([\d,]+) bytes", output))) == 1
 
 
+def test_a_server_gives_each_request_what_it_gets_alone(printed_by):
+    output = printed_by("serve.py", "--requests", 5, "--tokens", 12)
+    assert output.endswith("every answer is what its request gets alone, one token at a time, to the bit\n")
+    written, requests, steps = map(int, re.search(r"(\d+) tokens of (\d+) requests in (\d+) steps", output).groups())
+    # together: in fewer steps than tokens, though prompts have to be read too
+    assert requests == 5 and written >= 5 and steps < written
+    right, drafts = map(int, re.search(r"(\d+) of (\d+) drafts", output).groups())
+    assert 0 < right < drafts
+    for name in ("GatedDeltaNet", "MultiHeadAttention", "MultiHeadLatentAttention"):
+        assert f"{name} keeps (" in output
+
+
 def test_sharded_time_agrees_with_one_device():
     output = output_of("shard_time.py", "--devices", 4, "--tokens", 128)
     errors = numbers(r"(?:output|gradients) ([\d.]+e[+-]\d+)", output)

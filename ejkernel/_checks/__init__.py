@@ -17,8 +17,8 @@ from ejkernel._checks.packing import (
     token_mask,
     token_segments,
 )
-from ejkernel._checks.paged import PagedCache, integers, paged_attention
-from ejkernel._checks.pools import Pool, pool, start
+from ejkernel._checks.paged import PagedAttention, PagedCache, integers, page_values, paged_attention
+from ejkernel._checks.pools import Pool, pool, slot_values, start
 from ejkernel._checks.recurrence import (
     LinearAttention,
     carried,
@@ -63,6 +63,7 @@ __all__ = [
     "DeltaRule",
     "Dims",
     "LinearAttention",
+    "PagedAttention",
     "PagedCache",
     "Pool",
     "activation",
@@ -100,6 +101,7 @@ __all__ = [
     "no_segments",
     "one_row",
     "packed_borders",
+    "page_values",
     "paged_attention",
     "pool",
     "position",
@@ -113,6 +115,7 @@ __all__ = [
     "segment_ids",
     "sinks",
     "sliding_window",
+    "slot_values",
     "soft_cap",
     "start",
     "state_dtype",

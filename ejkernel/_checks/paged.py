@@ -38,7 +38,7 @@ class PagedAttention(NamedTuple):
 
 
 def paged_attention(
-    query: Any, key: Any, value: Any, pages: Any, table: Any, lengths: Any, borders: Any, value_dim: Any
+    query: Any, key: Any, value: Any, pages: Any, table: Any, lengths: Any, borders: Any, value_dim: Any = None
 ) -> PagedAttention:
     """The arguments of `paged_attention`; `borders` is its `cu_seqlens`."""
     dims = Dims()
@@ -66,7 +66,7 @@ def paged_attention(
     checked_table, checked_lengths = integers("table", table), integers("lengths", lengths)
     dims.match("table", checked_table, "N M")
     dims.match("lengths", checked_lengths, "N")
-    _values(dims, table, lengths, borders, key is not None)
+    page_values(dims, table, lengths, borders if key is not None else None)
     return PagedAttention(
         query, key, value, pages, checked_table, checked_lengths, checked_borders.astype(jnp.int32), dims
     )
@@ -111,24 +111,27 @@ def _int32(dtype: Any) -> tuple[int, int]:
     return max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)
 
 
-def _values(dims: Dims, table: Any, lengths: Any, borders: Any, writes: bool) -> None:
-    """What can be said of tables and lengths whose values are known."""
+def page_values(dims: Dims, table: Any, lengths: Any, borders: Any, argument: str = "table") -> None:
+    """What can be said of tables and lengths whose values are known; `borders` of new tokens, `None` if none are.
+
+    `dims` knows the pages `P`, the tokens of a `page` and the columns `M` of the table.
+    """
     pages, page, places = dims["P"], dims["page"], dims["M"]
     if is_concrete(table):
         known = np.asarray(table)
         wrong = known[(known < -1) | (known >= pages)]
         if wrong.size:
-            fail("table", f"page {wrong[0]}", f"pages from 0 to {pages - 1}, or -1 for none")
+            fail(argument, f"page {wrong[0]}", f"pages from 0 to {pages - 1}, or -1 for none")
     if is_concrete(lengths):
         known = np.asarray(lengths)
         wrong = known[(known < 0) | (known > places * page)]
         if wrong.size:
             fail("lengths", wrong[0], f"0 to {places * page}, the tokens of {places} pages of {page}")
     every_border = borders if isinstance(borders, list | tuple) else [borders]
-    if writes and all(map(is_concrete, (table, lengths, *every_border))):
+    if borders is not None and all(map(is_concrete, (table, lengths, *every_border))):
         before, new = np.asarray(lengths).astype(np.int64), np.diff(np.asarray(borders).astype(np.int64))
         place = np.arange(places)
         written = (place >= (before // page)[:, None]) & (place * page < (before + new)[:, None]) & (new > 0)[:, None]
         names, counts = np.unique(np.asarray(table)[written & (np.asarray(table) >= 0)], return_counts=True)
         if (counts > 1).any():
-            fail("table", f"page {names[counts > 1][0]} for new tokens in two places", "pages that only one writes")
+            fail(argument, f"page {names[counts > 1][0]} for new tokens in two places", "pages that only one writes")

@@ -35,7 +35,7 @@ def start(
             fail(name, None, "a slot of states, or -1, for each sequence")
     if initial_state is not None:
         fail("initial_state", "an array beside states", "one of the two")
-    if reverse is True:
+    if isinstance(reverse, bool | np.bool_) and reverse:
         fail("reverse", True, "False, as states= is given")
     if segment_ids is not None:
         fail("segment_ids", "ids beside states", "cu_seqlens, or rows of one sequence each")
@@ -55,6 +55,12 @@ def pool(dims: Dims, rows: str, given: Pool, pattern: str, borders: Any, dtypes:
     if at is not None:
         dims.match("at", at, f"{rows} C")
     dims.match("writes", writes, rows if at is None else f"{rows} C", hint="" if at is None else ", as at has")
+    slot_values(dims, given, borders)
+    return Pool(states, reads, writes, at)
+
+
+def slot_values(dims: Dims, given: Pool, borders: Any) -> None:
+    """What can be said of slots whose values are known; `dims` knows how many `slots` there are."""
     for name, x in (("reads", given.reads), ("writes", given.writes)):
         if is_concrete(x):
             known = np.asarray(x)
@@ -62,7 +68,6 @@ def pool(dims: Dims, rows: str, given: Pool, pattern: str, borders: Any, dtypes:
             if wrong.size:
                 fail(name, f"slot {wrong[0]}", f"slots from 0 to {dims['slots'] - 1}, or -1 for none")
     _once(dims, given, borders)
-    return Pool(states, reads, writes, at)
 
 
 def _once(dims: Dims, given: Pool, borders: Any) -> None:

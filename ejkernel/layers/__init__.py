@@ -4,6 +4,9 @@ All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B,
 packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
 lie along the mesh axis `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
 
+A server calls `output, cache = layer(x, cache, batch)` with tokens of many requests, `x [T, width]`: `ragged_batch`
+makes the batch from what a scheduler has, and `layer.empty_cache(limits)` the pools of states or the pages.
+
 Each has a function `from_config(config, layer, weights)` that makes it as a published model has it, with sizes and
 options from the model's `config.json`, and functions `from_…(weights, *arguments, prefix="", **options)` that make it
 with the weights of the implementation in use elsewhere:
@@ -26,6 +29,7 @@ except ModuleNotFoundError as error:
 from ejkernel.layers._checkpoint import Checkpoint
 from ejkernel.layers._models import mixers
 from ejkernel.layers._recurrent import RecurrentState
+from ejkernel.layers._serving import RaggedBatch, ServingLimits, ragged_batch
 from ejkernel.layers._stacked import stacked
 from ejkernel.layers.gated_delta_net import GatedDeltaNet
 from ejkernel.layers.gated_linear_attention import GatedLinearAttention
@@ -47,8 +51,11 @@ __all__ = [
     "Mamba2",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
+    "RaggedBatch",
     "RecurrentState",
     "Retention",
+    "ServingLimits",
     "mixers",
+    "ragged_batch",
     "stacked",
 ]

@@ -3,11 +3,14 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.layers._models import Published
-from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads
+from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads, wide_dtype
+from ejkernel.layers._serving import RaggedBatch, ServingLimits
 from ejkernel.layers._tokens import Sequences, layer_input, without_padding
 
 
@@ -15,9 +18,9 @@ class RecurrentState(NamedTuple):
     """What a layer with a memory carries from token to token; its size does not depend on how many there were.
 
     Attributes:
-        memory: `[B, H, K, V]`; packed, here and below, `[N, …]`.
+        memory: `[B, H, K, V]`; packed, here and below, `[N, …]`, and `[slots, …]` where it is a pool, for serving.
         recent: `[B, size - 1, channels]`, the last tokens that a short convolution still needs; `None` without one.
-        position: `[B]` int32, how many tokens there were; `None` where the layer does not need it.
+        position: `[B]` int32, how many tokens there were; `None` where the layer does not need it, and in a pool.
     """
 
     memory: jax.Array
@@ -40,11 +43,36 @@ class RecurrentLayer(Published):
     def __init__(self, width: int, memory_shape: tuple[int, int, int], init: ParamInit) -> None:
         self.width, self.memory_shape, self.dtype = _checks.positive_int("width", width), memory_shape, init.dtype
 
+    def empty_cache(
+        self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
+    ) -> RecurrentState:
+        """The state that `batch` sequences start from, or a pool of states, for serving.
+
+        Args:
+            batch: How many sequences, or `ServingLimits`, whose `slots` the pool has.
+            capacity: Not needed, as a state does not grow with the tokens; other layers take it.
+            dtype: Of the last tokens that a convolution needs; `None` is the layer's `dtype` or else float32. The
+                memory is in float32, or in float64 if this is.
+        """
+        serving = isinstance(batch, ServingLimits)
+        rows = batch.slots if isinstance(batch, ServingLimits) else _checks.positive_int("batch", batch)
+        if rows is None:
+            _checks.fail("limits", "no slots", "slots=, as this layer keeps states in them")
+        if dtype is None:
+            dtype = jnp.float32 if self.dtype is None else self.dtype
+        dtype = _checks.floating_dtype("dtype", dtype)
+        recent = None
+        if self.convolution is not None:
+            recent = jnp.zeros((rows, self.convolution.size - 1, self.convolution.channels), dtype)
+        position = jnp.zeros(rows, jnp.int32) if self.counts_tokens and not serving else None
+        memory_dtype = jnp.float32 if serving else wide_dtype(dtype)
+        return RecurrentState(jnp.zeros((rows, *self.memory_shape), memory_dtype), recent, position)
+
     def __call__(
         self,
         x: jax.Array,
         state: RecurrentState | None = None,
-        cu_seqlens: _checks.Borders | None = None,
+        cu_seqlens: _checks.Borders | RaggedBatch | None = None,
         *,
         segment_ids: _checks.AnyArray | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
@@ -54,15 +82,19 @@ class RecurrentLayer(Published):
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
             state: From an earlier call that this one continues; `None` starts from nothing.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
-                gradient, no effect.
+                gradient, no effect. Or a `RaggedBatch`, for serving: `state` is a pool of states then, whose slots the
+                batch's sequences read and write.
             segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. A
                 token whose id differs from the one before it starts from nothing, and the first sequence of a row from
                 `state`; the state that comes back is that after the row's last token. A negative id is padding: output
                 0, no gradient, no effect on the state. So a padded batch has its states right: give padding -1.
         """
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
-        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
-        mixed, state = self._mix(x, self._checked_state(dims, state), sequences)
+        x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        start = self._checked_state(dims, state) if batch is None else self._checked_pools(dims, state, batch)
+        mixed, state = self._mix(x, start, sequences)
+        if batch is not None:
+            state = state._replace(position=None)
         return without_padding(self.out(mixed.astype(x.dtype)), sequences), state
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
@@ -82,6 +114,21 @@ class RecurrentLayer(Published):
         if self.counts_tokens:
             position = _checks.position(dims, "state.position", position)
         return RecurrentState(memory, recent, position)
+
+    def _checked_pools(self, dims: _checks.Dims, state: Any, batch: RaggedBatch) -> RecurrentState:
+        """Pools in place of states, as ops take them for initial states, and where sequences stand."""
+        if not isinstance(state, RecurrentState):
+            raise TypeError(f"state: got {type(state).__name__}; expected what empty_cache or an earlier call returned")
+        memory, recent = _checks.floating("state.memory", state.memory), None
+        dims.match("state.memory", memory, "slots H K V")
+        if self.convolution is not None:
+            dims.sizes |= {"recent": self.convolution.size - 1, "channels": self.convolution.channels}
+            recent = _checks.floating("state.recent", state.recent)
+            dims.match("state.recent", recent, "slots recent channels")
+        position = _checks.position(dims, "batch.lengths", batch.lengths)
+        # ops take a pool where they take a state
+        pools: Any = [None if each is None else batch.pool(each) for each in (memory, recent)]
+        return RecurrentState(pools[0], pools[1], position)
 
 
 def normed_and_gated(norm: RMSNorm, output: jax.Array, gate: jax.Array) -> jax.Array:

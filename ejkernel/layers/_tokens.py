@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.kernels.chunks.segments import runs
+from ejkernel.layers._serving import RaggedBatch
 from ejkernel.xla_utils.utils import prepare_lens, prepare_token_indices
 
 
@@ -28,11 +29,15 @@ class Sequences(NamedTuple):
 
 def layer_input(
     dims: _checks.Dims, x: Any, cu_seqlens: Any, segment_ids: Any, dtype: DTypeLike | None
-) -> tuple[jax.Array, Sequences]:
-    """`x` in the dtype to compute in, with 0 for padding, and its sequences; `dims` knows the `width`."""
-    x, *given = _checks.layer_input(dims, x, cu_seqlens, segment_ids)
+) -> tuple[jax.Array, Sequences, RaggedBatch | None]:
+    """`x` in the dtype to compute in, with 0 for padding, its sequences, and the batch if it is one that is served.
+
+    `dims` knows the `width`.
+    """
+    batch = cu_seqlens if isinstance(cu_seqlens, RaggedBatch) else None
+    x, *given = _checks.layer_input(dims, x, cu_seqlens if batch is None else batch.cu_seqlens, segment_ids)
     sequences = Sequences(*given)
-    return without_padding(x if dtype is None else x.astype(dtype), sequences), sequences
+    return without_padding(x if dtype is None else x.astype(dtype), sequences), sequences, batch
 
 
 def without_padding(x: jax.Array, sequences: Sequences) -> jax.Array:

@@ -15,7 +15,9 @@ from ejkernel.layers import _weights
 from ejkernel.layers._models import Published
 from ejkernel.layers._parameters import ParamInit, merge_heads, split_heads, wide
 from ejkernel.layers._rotary import rotary
-from ejkernel.layers._tokens import layer_input, positions, without_padding
+from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
+from ejkernel.layers._tokens import Sequences, layer_input, positions, without_padding
+from ejkernel.paged_attention import PagedCache, paged_attention
 
 OutputGate = Literal["head", "dim"]
 
@@ -133,22 +135,33 @@ class MultiHeadLatentAttention(Published):
         self.output_gate = None if gates is None else init.column_parallel(width, gates)
         self.out = init.row_parallel(heads * value_dim, width, bias=bias)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> LatentCache:
-        """Room for `capacity` tokens of each of `batch` sequences; `None` is the layer's `dtype` or else float32."""
-        batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
+    def empty_cache(
+        self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
+    ) -> Any:
+        """Room for `capacity` tokens of each of `batch` sequences, a `LatentCache`; or pages, for serving.
+
+        Args:
+            batch: How many sequences, or `ServingLimits`, which say how many pages the `PagedCache` has; it has no
+                values, as those are made from the latents.
+            capacity: Tokens of each; not given beside `ServingLimits`.
+            dtype: Of latents; `None` is the layer's `dtype` or else float32.
+        """
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
-        shape = (batch, capacity, self.latent_dim + self.rotary_dim)
-        return LatentCache(jnp.zeros(shape, _checks.floating_dtype("dtype", dtype)), jnp.zeros(batch, jnp.int32))
+        dtype, rows = _checks.floating_dtype("dtype", dtype), rows_of_cache(batch, capacity, None)
+        dims = self.latent_dim + self.rotary_dim
+        if capacity is None:
+            return PagedCache(jnp.zeros((*rows, 1, dims), dtype), None)
+        return LatentCache(jnp.zeros((*rows, dims), dtype), jnp.zeros(rows[0], jnp.int32))
 
     def __call__(
         self,
         x: jax.Array,
-        cache: LatentCache | None = None,
-        cu_seqlens: _checks.Borders | None = None,
+        cache: LatentCache | PagedCache | None = None,
+        cu_seqlens: _checks.Borders | RaggedBatch | None = None,
         *,
         segment_ids: _checks.AnyArray | None = None,
-    ) -> tuple[jax.Array, LatentCache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
 
         Args:
@@ -156,13 +169,17 @@ class MultiHeadLatentAttention(Published):
             cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
                 capacity, or at negative positions where those are traced, are not stored and come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
-                padding: output 0, no gradient, no effect.
+                padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is `[T, width]` and the
+                cache a `PagedCache` then. All its tokens are compared with the latents themselves, as single ones are,
+                unless the batch says that they are whole prompts.
             segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
                 excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
                 id begins. A negative id is padding: output 0, no gradient, no effect.
         """
         dims = _checks.Dims(width=self.width, latent=self.latent_dim + self.rotary_dim)
-        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        if batch is not None:
+            return self._serve(dims, x, sequences, cache, batch)
         if cache is None:
             query, latent = self._projected(x, positions(x, None, sequences))
             key, value = self._key_value(latent)
@@ -220,13 +237,38 @@ class MultiHeadLatentAttention(Published):
 
     def _attend_to_latents(self, query: jax.Array, latents: jax.Array, position: jax.Array) -> jax.Array:
         """The same for one token: `q · (W_k c) = (W_kᵀ q) · c`, and `Σ w (W_v c) = W_v (Σ w c)`."""
-        kernel = self.key_value.kernel[...].astype(query.dtype).reshape(self.latent_dim, self.heads, -1)
-        to_key, to_value = jnp.split(kernel, [self.key_dim], -1)  # [latent_dim, H, ·]
+        query, latents = self._absorbed(query), latents.astype(query.dtype)[:, :, None]
+        return self._values(self._attend(query, latents, latents[..., : self.latent_dim], query_offset=position))
+
+    def _serve(
+        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
+    ) -> tuple[jax.Array, PagedCache]:
+        cache, lengths = checked_pages(dims, x, cache, batch, "P page 1 latent", latent=True)
+        query, latent = self._projected(x, positions(x, lengths, sequences))
+        if batch.whole_prompts:
+            output = self._attend(query, *self._key_value(latent), **sequences.keywords)
+            output, cache = attended_whole(batch, None, output, latent[:, None], None, cache)
+        else:
+            where = batch.pages(None), lengths, batch.cu_seqlens
+            options: dict[str, Any] = {"value_dim": self.latent_dim, "softmax_scale": self.softmax_scale}
+            latents, cache = paged_attention(self._absorbed(query), latent[:, None], None, cache, *where, **options)
+            output = self._values(latents)
+        return without_padding(self._finish(x, output), sequences), cache
+
+    def _absorbed(self, query: jax.Array) -> jax.Array:
+        """Queries that are compared with latents, `[…, T, H, latent_dim + rotary_dim]`."""
         own, turning = jnp.split(query, [self.key_dim], -1)
-        own = jnp.einsum("bthk,chk->bthc", own, to_key, precision=jax.lax.Precision.HIGHEST)
-        query, latents = jnp.concatenate([own, turning], -1), latents.astype(query.dtype)[:, :, None]
-        output = self._attend(query, latents, latents[..., : self.latent_dim], query_offset=position)
-        return jnp.einsum("bthc,chv->bthv", output, to_value, precision=jax.lax.Precision.HIGHEST)
+        own = jnp.einsum("...thk,chk->...thc", own, self._to_heads(query)[0], precision=jax.lax.Precision.HIGHEST)
+        return jnp.concatenate([own, turning], -1)
+
+    def _values(self, output: jax.Array) -> jax.Array:
+        """The values of sums of latents, `[…, T, H, value_dim]`."""
+        return jnp.einsum("...thc,chv->...thv", output, self._to_heads(output)[1], precision=jax.lax.Precision.HIGHEST)
+
+    def _to_heads(self, x: jax.Array) -> list[jax.Array]:
+        """What makes keys and values of a latent, `[latent_dim, H, ·]`, in the dtype of `x`."""
+        kernel = self.key_value.kernel[...].astype(x.dtype).reshape(self.latent_dim, self.heads, -1)
+        return jnp.split(kernel, [self.key_dim], -1)
 
     def _finish(self, x: jax.Array, output: jax.Array) -> jax.Array:
         if self.output_gate is not None:

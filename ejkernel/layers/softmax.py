@@ -22,7 +22,9 @@ from ejkernel.layers._parameters import (
     wide,
 )
 from ejkernel.layers._rotary import rotary
-from ejkernel.layers._tokens import layer_input, positions, without_padding
+from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
+from ejkernel.layers._tokens import Sequences, layer_input, positions, without_padding
+from ejkernel.paged_attention import PagedCache, paged_attention
 
 
 class KeyValueCache(NamedTuple):
@@ -143,22 +145,31 @@ class MultiHeadAttention(Published):
         self.value_norm, self.epsilon = _checks.flag("value_norm", value_norm), _checks.positive("epsilon", epsilon)
         self.sinks = init.param(jnp.zeros(heads)) if _checks.flag("sinks", sinks) else None
 
-    def empty_cache(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> KeyValueCache:
-        """Room for `capacity` tokens of each of `batch` sequences; `None` is the layer's `dtype` or else float32."""
-        batch, capacity = _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
+    def empty_cache(
+        self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
+    ) -> Any:
+        """Room for `capacity` tokens of each of `batch` sequences, a `KeyValueCache`; or pages, for serving.
+
+        Args:
+            batch: How many sequences, or `ServingLimits`, which say how many pages the `PagedCache` has.
+            capacity: Tokens of each; not given beside `ServingLimits`.
+            dtype: Of keys and values; `None` is the layer's `dtype` or else float32.
+        """
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
-        shape, dtype = (batch, capacity, self.kv_heads, self.head_dim), _checks.floating_dtype("dtype", dtype)
-        return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+        dtype, rows = _checks.floating_dtype("dtype", dtype), rows_of_cache(batch, capacity, self.window)
+        shape = (*rows, self.kv_heads, self.head_dim)
+        made = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return PagedCache(*made) if capacity is None else KeyValueCache(*made, jnp.zeros(rows[0], jnp.int32))
 
     def __call__(
         self,
         x: jax.Array,
-        cache: KeyValueCache | None = None,
-        cu_seqlens: _checks.Borders | None = None,
+        cache: KeyValueCache | PagedCache | None = None,
+        cu_seqlens: _checks.Borders | RaggedBatch | None = None,
         *,
         segment_ids: _checks.AnyArray | None = None,
-    ) -> tuple[jax.Array, KeyValueCache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
 
         Args:
@@ -166,13 +177,16 @@ class MultiHeadAttention(Published):
             cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
                 capacity, or at negative positions where those are traced, are not stored and come out as NaN.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
-                padding: output 0, no gradient, no effect.
+                padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is `[T, width]` and the
+                cache a `PagedCache` then.
             segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
                 excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
                 id begins. A negative id is padding: output 0, no gradient, no effect.
         """
         dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
-        x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
+        if batch is not None:
+            return self._serve(dims, x, sequences, cache, batch)
         if cache is None:
             query, key, value, gate = self._projected(x, positions(x, None, sequences))
             output = flash_attention(query, key, value, causal=True, **sequences.keywords, **self._options())
@@ -200,6 +214,20 @@ class MultiHeadAttention(Published):
         output = self._finish(output, gate)
         output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
         return output, KeyValueCache(keys, values, cache.position + x.shape[1])
+
+    def _serve(
+        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
+    ) -> tuple[jax.Array, PagedCache]:
+        cache, lengths = checked_pages(dims, x, cache, batch, "P page Hkv K")
+        query, key, value, gate = self._projected(x, positions(x, lengths, sequences))
+        options = self._options()
+        if batch.whole_prompts:
+            output = flash_attention(query, key, value, causal=True, **sequences.keywords, **options)
+            output, cache = attended_whole(batch, self.window, output, key, value, cache)
+        else:
+            where = batch.pages(self.window), lengths, batch.cu_seqlens
+            output, cache = paged_attention(query, key, value, cache, *where, **options)
+        return without_padding(self._finish(output, gate), sequences), cache
 
     def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         query, gate = split_heads(self.query(x), self.heads), None

@@ -46,11 +46,15 @@ FEW_DELTA_RULE = [
 ]
 
 
-EVERY_ATTENTION = list(itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS))
+EVERY_ATTENTION = [
+    *itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS),
+    *itertools.product(KIBIBYTES, DTYPES[:2], (512,), KINDS),
+]
 FEW_ATTENTION = [
     (86, "float16", 128, "decoding"),
     (89, "bfloat16", 256, "window"),
     (90, "bfloat16", 256, "packed"),
+    (90, "bfloat16", 512, "causal"),
     (90, "bfloat16", 128, "segments"),
     (100, "bfloat16", 256, "pairs"),
     (120, "float32", 128, "decoding"),

@@ -21,6 +21,11 @@ LENGTHS = (4, 0, 4)
 ROW = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
 
 
+def grows(layer):
+    """Whether what it carries grows with the tokens."""
+    return isinstance(layer, layers.MultiHeadAttention | layers.MultiHeadLatentAttention)
+
+
 @pytest.fixture(params=PUBLISHED, scope="module")
 def published(request):
     return PUBLISHED[request.param]
@@ -57,8 +62,7 @@ def x():
 
 def test_prefill_and_steps_are_one_pass(layer, run, x):
     expected, _ = run(x)
-    state = layer.empty_cache(len(x), TOKENS) if hasattr(layer, "empty_cache") else None
-    first, state = run(x[:, :PROMPT], state)
+    first, state = run(x[:, :PROMPT], layer.empty_cache(len(x), TOKENS))
     pieces = [first]
     for t in range(PROMPT, TOKENS):
         piece, state = run(x[:, t : t + 1], state)
@@ -78,8 +82,7 @@ def test_variants_of_released_models(name, x):
     variant = VARIANTS[name]
     layer = variant.make()
     call = nnx.jit(lambda layer, x, state: layer(x, state))
-    state = layer.empty_cache(len(x), TOKENS) if hasattr(layer, "empty_cache") else None
-    pieces = []
+    state, pieces = layer.empty_cache(len(x), TOKENS), []
     for start, stop in ((0, PROMPT), *((t, t + 1) for t in range(PROMPT, TOKENS))):
         piece, state = call(layer, x[:, start:stop], state)
         pieces.append(piece)
@@ -119,7 +122,7 @@ def test_dtypes(published, layer, run, x):
         each.get_value().dtype == (jnp.bfloat16 if path[-1] in ("kernel", "bias") else jnp.float32)
         for path, each in parameters
     )
-    if hasattr(layer, "empty_cache"):
+    if grows(layer):
         state = half.empty_cache(len(x), TOKENS)
         assert state[0].dtype == jnp.float16
     found, after = jax.eval_shape(lambda x, state: half(x, state), x, state)
@@ -149,7 +152,7 @@ def test_scanned_over_layers(published, layer, run, x):
     """With `nnx.scan`, `nnx.remat` and states that are given away: two layers are one after the other."""
     pair = [layer, published.make(seed=1)]
     graph = nnx.graphdef(layer)
-    if hasattr(layer, "empty_cache"):
+    if grows(layer):
         state = layer.empty_cache(len(x), PROMPT)
     else:
         state = jax.tree.map(jnp.zeros_like, run(x[:, :PROMPT])[1])
@@ -277,7 +280,7 @@ def test_rows_of_several_sequences(published, layer, run_segments, x):
     """Each is computed by itself, padding is 0 whatever it holds, and states are those after the last token."""
     assert x.shape[:2] == FIRST.shape
     more, weights = x[:, ::-1], published.weights()
-    has_cache = hasattr(layer, "empty_cache")
+    has_cache = grows(layer)
     state = None
     if not has_cache:
         state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(layer, x)[1])
@@ -327,7 +330,7 @@ def test_padding_has_no_effect(layer, x):
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)], ids=["no tokens", "no rows"])
 def test_nothing_to_do(layer, run, shape):
-    if not hasattr(layer, "empty_cache"):
+    if not grows(layer):
         carried = jax.tree.map(lambda a: jnp.ones((shape[0], *a.shape[1:]), a.dtype), jax.eval_shape(run, ROW)[1])
     else:
         carried = layer.empty_cache(shape[0], TOKENS) if shape[0] else None
@@ -340,7 +343,7 @@ def test_nothing_to_do(layer, run, shape):
 def test_nothing_packed(layer, run, tokens, borders):
     """No sequences, or empty ones, which keep their states; all tokens are padding."""
     carried = None
-    if not hasattr(layer, "empty_cache"):
+    if not grows(layer):
         rows = len(borders) - 1
         carried = jax.tree.map(lambda a: jnp.ones((rows, *a.shape[1:]), a.dtype), jax.eval_shape(run, ROW)[1])
     x = jnp.ones((*tokens, WIDTH))
@@ -350,7 +353,7 @@ def test_nothing_packed(layer, run, tokens, borders):
 
 
 def test_packed_sequences_continue(layer, run, x):
-    if hasattr(layer, "empty_cache"):
+    if grows(layer):
         pytest.skip("a packed stream has no cache")
     expected, states = run(x[0, :8], None, jnp.array([0, 3, 3, 8]))
     first, carried = run(jnp.concatenate([x[0, :1], x[0, 3:6]]), None, jnp.array([0, 1, 1, 4]))
@@ -394,7 +397,7 @@ def test_nothing_is_left_to_promotion(published, dtype, x64):
 
         def calls(variables, x):
             layer, state = nnx.merge(graph, variables), None
-            if hasattr(layer, "empty_cache"):
+            if grows(layer):
                 state = layer.empty_cache(len(x), TOKENS, dtype)
             output, _ = layer(x)
             _, state = layer(x[:, :PROMPT], state)
@@ -417,8 +420,7 @@ def test_float64_is_exact(published, x, x64):
     layer, x = nnx.merge(graph, variables), np.asarray(x, np.float64)
     run = jax.jit(lambda *arguments: nnx.merge(graph, variables)(*arguments))
     output, _ = run(x)
-    state = layer.empty_cache(len(x), TOKENS, jnp.float64) if hasattr(layer, "empty_cache") else None
-    pieces = []
+    state, pieces = layer.empty_cache(len(x), TOKENS, jnp.float64), []
     for t in range(TOKENS):
         piece, state = run(x[:, t : t + 1], state)
         pieces.append(piece)

@@ -46,6 +46,12 @@ SMALL = {
 # one tile would hold all of these, and the one above has already seen what they differ in
 SHORT = [each for each in [*CASES, *PACKED, *SEGMENTED, *OFFSET] if each.options.get("cu_seqlens") != [0]]
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}
+# head dims above 256, by the tiles that a GPU has for them
+CONFIGURE = plan.configure
+LARGE = [
+    Case("causal", batch=1, queries=70, keys=70, key_dim=320, value_dim=512, **GROUPED, options={"causal": True}),
+    Case("few", queries=2, keys=40, key_dim=512, value_dim=300, options={"causal": True, "query_offset": 30}),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +138,12 @@ def test_few_queries_that_see_nothing(case, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("case", [LONG[1], LONG[-1], FEW[2]], ids=str)
+@pytest.mark.parametrize("case", [LONG[1], LONG[-1], FEW[2], *LARGE], ids=str)
 def test_half_precision(case, dtype, monkeypatch):
     """Output and gradients as near to those in float32 as the dtype allows."""
-    monkeypatch.setattr(plan, "FEW_ROWS", 64 if case in FEW else 0)
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if case in (*FEW, LARGE[1]) else 0)
+    if case in LARGE:
+        monkeypatch.setattr(plan, "configure", CONFIGURE)
     arrays = {
         name: each.astype(dtype) if each.dtype != bool else each for name, each in case.arrays(np.float32).items()
     }
@@ -422,7 +430,8 @@ def shapes(dtype=jnp.bfloat16, dim=16):
     "arguments, reason",
     [
         (shapes(jnp.float64), "float64"),
-        (shapes(dim=264), "a head dim above 256"),
+        (shapes(dim=520), "a head dim above 512"),
+        (shapes(jnp.float32, dim=264), "float32 with a head dim above 256"),
         ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype bfloat16"),
         (dict.fromkeys(CALL, jax.ShapeDtypeStruct((2, 0, 4, 16), jnp.bfloat16)), "without elements"),
     ],
@@ -434,7 +443,7 @@ def test_supports_says_why(arguments, reason, x64):
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize(
     "wide, walk",
     [
@@ -445,6 +454,8 @@ def test_supports_says_why(arguments, reason, x64):
 )
 def test_configurations_are_whole(monkeypatch, capability, dim, wide, walk):
     monkeypatch.undo()
+    if wide and dim > 256:
+        pytest.skip("XLA's")
     config = plan.configure(capability, wide, 2 * dim, walk)
     for tile in (config.forward, config.query, config.key, config.bias, config.decoding):
         assert all(each & (each - 1) == 0 for each in (tile.rows, tile.columns, tile.warps))

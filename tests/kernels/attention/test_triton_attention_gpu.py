@@ -26,7 +26,7 @@ EVERY = [
     *((case, 128, 128, "bfloat16") for case in (*LONG, *FEW)),
     *((case, 64, 64, "bfloat16") for case in KINDS),
     *((case, 192, 128, "bfloat16") for case in KINDS),
-    *((case, 256, 256, "bfloat16") for case in KINDS),
+    *((case, dim, dim, "bfloat16") for case in KINDS for dim in (256, 512)),
     *((case, 40, 80, "bfloat16") for case in KINDS[:3]),
     *((case, 128, 128, "float16") for case in (*KINDS, FEW[0])),
     *((case, dim, dim, "float32") for case in (*KINDS, FEW[0]) for dim in (64, 128, 256)),

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_paged_attention import CASES, Case, arrays, options_of, wanted
+from test_serving import attention, follow_a_schedule
 
 from ejkernel._dispatch import Implementation
 from ejkernel.kernels import _launch
@@ -30,10 +31,12 @@ TOGETHER = replace(APART, largest_sums=0)
 def serve(monkeypatch):
     """A function that has `paged_attention` served by these kernels, by a plan, for any device."""
 
+    @functools.cache
+    def implementations(plan):
+        return (Implementation("triton", None, triton.supports, functools.partial(triton.run, plan=plan)),)
+
     def by(plan):
-        run = functools.partial(triton.run, plan=plan)
-        here = (Implementation("triton", None, triton.supports, run),)
-        monkeypatch.setattr(sys.modules["ejkernel.paged_attention"], "PAGED_ATTENTION", here)
+        monkeypatch.setattr(sys.modules["ejkernel.paged_attention"], "PAGED_ATTENTION", implementations(plan))
 
     with interpreted():
         yield by
@@ -88,3 +91,14 @@ def test_bits_do_not_depend_on_the_call(serve, window):
         *more, cache, np.concatenate([other, table]), np.array([0, 128]), np.array([0, 3, 15]), **options
     )
     np.testing.assert_array_equal(np.concatenate([first, second[3:]]), whole)
+
+
+def test_a_random_schedule_gives_each_request_what_it_gets_alone(serve):
+    """Whether ranges of keys have programs of their own or not, as the size of a call decides."""
+    rng = np.random.default_rng(3)
+
+    def step(*arrays):
+        serve(APART if rng.random() < 0.5 else TOGETHER)
+        return attention(*arrays)
+
+    follow_a_schedule(rng, step, 4, 40)

@@ -48,9 +48,9 @@ class Call:
     cached: tuple[np.dtype, ...]  # those of the pages
     wide: np.dtype  # of scores and sums: float32, or float64 if anything is float64
     scale: float
-    scaled: bool  # whether the query is multiplied already, and `wide`, as the scale is an array
     writes: bool
     latent: bool  # whether values are the first dims of keys
+    scaled: bool = False  # whether the query is multiplied already, and `wide`, as the scale is an array
     soft_cap: float | None = None
     left: int | None = None  # how far back a query sees
     sinks: int | None = None

@@ -12,7 +12,7 @@ from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton.differentiation import attend
 from ejkernel.kernels.attention.triton.plan import decodes, operand_dtype, padded_dims
 
-_LARGEST_DIM = 256
+_LARGEST_DIM, _LARGEST_FLOAT32_DIM = 512, 256
 _DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
@@ -25,6 +25,8 @@ def supports(call: Call) -> str | None:
         return f"softmax_dtype {call.softmax_dtype}; it takes float32"
     if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
         return f"a head dim above {_LARGEST_DIM} (D={call.key_dim}, Dv={call.value_dim})"
+    if operand_dtype(call) == np.float32 and max(call.key_dim, call.value_dim) > _LARGEST_FLOAT32_DIM:
+        return f"float32 with a head dim above {_LARGEST_FLOAT32_DIM} (D={call.key_dim}, Dv={call.value_dim})"
     sizes = (call.batch, call.queries, call.keys, call.heads, call.key_dim, call.value_dim, call.sequences, call.sinks)
     if not all(isinstance(each, int | None) for each in sizes):
         return "a symbolic size"

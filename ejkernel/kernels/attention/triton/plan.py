@@ -47,6 +47,9 @@ _HALF = {
             key=Tile(32, 128, warps=8, stages=3)),
         512: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=2),
             key=Tile(32, 128, warps=8, stages=2), apart=True),
+        1024: Config(forward=Tile(64, 32, warps=8, stages=2, joined=True), query=Tile(64, 32, warps=8, joined=True),
+            key=Tile(32, 64, warps=8, joined=True), bias=Tile(64, 32, warps=8),
+            decoding=Tile(16, 32, warps=8, stages=2), apart=True),
     },
     MEDIUM: {
         128: Config(forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=2), key=Tile(64, 64, stages=2),
@@ -55,6 +58,9 @@ _HALF = {
             key=Tile(32, 64, stages=2)),
         512: Config(forward=Tile(64, 32, stages=2), query=Tile(64, 32, warps=8, stages=2),
             key=Tile(32, 64, warps=8, stages=2), bias=Tile(32, 32), decoding=Tile(16, 32, stages=2)),
+        1024: Config(forward=Tile(64, 16, warps=8, stages=2, joined=True), query=Tile(16, 32, warps=8, joined=True),
+            key=Tile(32, 16, warps=8, joined=True), bias=Tile(16, 16, warps=8), decoding=Tile(16, 16, warps=8),
+            apart=True),
     },
     SMALL: {
         128: Config(forward=Tile(64, 64, stages=2), query=Tile(64, 64, stages=2), key=Tile(64, 64, stages=2)),
@@ -62,6 +68,8 @@ _HALF = {
             bias=Tile(32, 32), decoding=Tile(16, 32, stages=2)),
         512: Config(forward=Tile(64, 32), query=Tile(32, 32), key=Tile(32, 32), bias=Tile(32, 32),
             decoding=Tile(16, 32)),
+        1024: Config(forward=Tile(32, 16, warps=8, joined=True), query=Tile(16, 16, stages=2, joined=True),
+            key=Tile(16, 16, stages=2, joined=True), bias=Tile(16, 16), decoding=Tile(16, 16, warps=8), apart=True),
     },
 }
 _FULL = {  # float32, whose products take three passes and twice the memory
