@@ -58,24 +58,35 @@ def _forward(call: Call, inputs: Inputs, join: Join) -> Results:
 
 def backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
     """Cotangents of the inputs. Nothing is remembered from the forward pass: sums cost less than reading them."""
-    (d_output, d_final), where = cotangents, places(call, inputs)
-    if d_output is None:
-        d_output = jnp.zeros_like(inputs.x)
-    d_x, d_weight, d_bias = _token_gradient(call, inputs, where, d_output)
+    d_output, d_final = cotangents
+    d_output = jnp.zeros_like(inputs.x) if d_output is None else d_output
+    where = places(call, inputs)
+    return finish(call, inputs, where, (d_output, d_final), token_gradient(call, inputs, where, d_output))
+
+
+def finish(call: Call, inputs: Inputs, where: Places | None, cotangents: Any, found: Any) -> Inputs:
+    """All cotangents of the inputs, from what `token_gradient` has `found` and what reads and becomes states."""
+    (d_output, d_final), (d_x, d_weight, d_bias) = cotangents, found
     has_states = inputs.initial_state is not None and bool(call.history)
     d_heads = head_gradient(call, inputs, where, d_output) if has_states else None
     if where is not None and d_heads is not None:
-        at, there = where.heads(call)
-        of_heads = _d_x(call, inputs, None, jnp.pad(d_heads, ((0, 0), (0, call.history), (0, 0))))
-        d_x = put(call, d_x, at, there, of_heads.astype(d_x.dtype), add=True)
-        products = [jnp.where(there[..., None], d_heads * tap, 0) for tap in head_taps(call, inputs, where)]
-        d_weight += _sums_of_tokens(products)
-        d_bias += d_heads.sum((0, 1))
+        d_x, d_weight, d_bias = _with_heads(call, inputs, where, d_heads, found)
     d_states = initial_gradient(call, inputs, d_heads)
     if d_final is not None:
         d_x, d_states = final_gradient(call, where, d_final, d_x, d_states)
     given = inputs.bias is not None, inputs.initial_state is not None
     return Inputs(d_x, d_weight, d_bias if given[0] else None, d_states if given[1] else None, None, None)
+
+
+def _with_heads(
+    call: Call, inputs: Inputs, where: Places, d_heads: jax.Array, others: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of `x`, weight and bias from all tokens: those of the `others`, and of these that read states."""
+    (d_x, d_weight, d_bias), (at, there) = others, where.heads(call)
+    of_heads = _d_x(call, inputs, None, jnp.pad(d_heads, ((0, 0), (0, call.history), (0, 0))))
+    d_x = put(call, d_x, at, there, of_heads.astype(d_x.dtype), add=True)
+    products = [jnp.where(there[..., None], d_heads * tap, 0) for tap in head_taps(call, inputs, where)]
+    return d_x, d_weight + _sums_of_tokens(products), d_bias + d_heads.sum((0, 1))
 
 
 class _Block(NamedTuple):
@@ -86,7 +97,7 @@ class _Block(NamedTuple):
     bias: jax.Array
 
 
-def _token_gradient(
+def token_gradient(
     call: Call, inputs: Inputs, where: Places | None, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `x`, of the weight and of the bias, block by block, so that all between them is small.
