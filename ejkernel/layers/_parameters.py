@@ -1,5 +1,8 @@
 """Parameters of layers: how they are made and partitioned, and in which dtype they are computed with."""
 
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -72,6 +75,29 @@ class Projection(nnx.Linear):
         return checkpoint_name(super().__call__(inputs, out_sharding), PROJECTED)
 
 
+def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: int = 1) -> list[jax.Array]:
+    """The output of `linear` in parts of these sizes, side by side in each of the `groups` of its columns."""
+    slices = [slice(*each) for each in itertools.pairwise(np.cumsum([0, *sizes]))]
+    tokens = math.prod(inputs.shape[:-1])
+    if not isinstance(linear, Projection) or tokens < linear.in_features:
+        whole = split_heads(linear(inputs), groups)
+        return [merge_heads(whole[..., each]) for each in slices]
+    # a product for each part: copies of the kernel's columns are smaller than copies of the output's
+    given = inputs, linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    x, kernel, bias = linear.promote_dtype(given, dtype=linear.dtype)
+
+    def part(each: slice) -> jax.Array:
+        own = merge_heads(split_heads(kernel, groups)[..., each])
+        # behind a barrier, or XLA joins small products with large ones, and copies both out of the result
+        tokens, own = jax.lax.optimization_barrier((x, own))
+        found = linear.dot_general(tokens, own, (((x.ndim - 1,), (0,)), ((), ())), precision=linear.precision)
+        if bias is not None:
+            found += matching(merge_heads(split_heads(bias, groups)[..., each]), found)
+        return checkpoint_name(found, PROJECTED)
+
+    return [part(each) for each in slices]
+
+
 def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
     """All of `arrays` in `dtype`, or in the first one's: Flax's default would make a bfloat16 input float32."""
     dtype = arrays[0].dtype if dtype is None else dtype
@@ -104,6 +130,11 @@ def wide(x: jax.Array) -> jax.Array:
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function`, whose gradient computes it again from its arguments: these are half as large as what it computes."""
+    return jax.checkpoint(function)
 
 
 def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:

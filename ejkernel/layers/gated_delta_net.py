@@ -12,7 +12,7 @@ from ejkernel import _checks
 from ejkernel.delta_rule import gated_delta_rule
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
 from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
@@ -82,9 +82,8 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
-        grouped = split_heads(self.query_key_value_gate(x), self.key_heads)  # [..., key_heads, 2 K + 2 values]
-        *parts, output_gate = map(merge_heads, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
-        (query, key, value), recent = self.convolution(parts, state.recent, sequences)
+        *mixed, output_gate = parts(self.query_key_value_gate, x, (K, K, values, values), self.key_heads)
+        (query, key, value), recent = self.convolution(mixed, state.recent, sequences)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
         beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(

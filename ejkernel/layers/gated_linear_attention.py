@@ -11,7 +11,7 @@ from ejkernel import _checks
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
-from ejkernel.layers._parameters import ParamInit, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, recomputed, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.layers._tokens import Sequences
@@ -98,10 +98,13 @@ class GatedLinearAttention(GatedOutputLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         query, key, value, recent = self._projected(x, state, sequences)
-        gate = jax.nn.log_sigmoid(wide(self.gate_up(self.gate_down(x)))) / self.gate_normalizer
+        gate = self._log_decay(self.gate_up(self.gate_down(x)))
         gate = jnp.repeat(split_heads(gate, self.kv_heads), self.heads // self.kv_heads, axis=-2)
         output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, **sequences.keywords)
         return self._gated(x, output), RecurrentState(memory, recent)
+
+    def _log_decay(self, x: jax.Array) -> jax.Array:
+        return recomputed(lambda x: jax.nn.log_sigmoid(wide(x)) / self.gate_normalizer)(x)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

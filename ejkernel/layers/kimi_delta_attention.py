@@ -11,7 +11,7 @@ from ejkernel import _checks
 from ejkernel.delta_rule import kda
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, group_count, recomputed, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
 from ejkernel.layers._time_steps import (
     bounded_log_decay,
@@ -126,11 +126,15 @@ class KimiDeltaAttention(RecurrentLayer):
     def _log_decay(self, x: jax.Array) -> jax.Array:
         """One a key dim, `[..., T, value_heads, head_dim]`."""
         gate = self.decay_up(x if self.decay_down is None else self.decay_down(x))
-        gate, A_log = split_heads(gate, self.value_heads), self.A_log[...][:, None]
-        bias = self.dt_bias[...].reshape(self.value_heads, self.head_dim)
-        if self.lower_bound is not None:
-            return bounded_log_decay(A_log, gate, bias, self.lower_bound)
-        return log_decay(A_log, time_step(gate, bias))
+        A_log, bias = self.A_log[...][:, None], self.dt_bias[...].reshape(self.value_heads, self.head_dim)
+
+        @recomputed
+        def decay(gate: jax.Array, A_log: jax.Array, bias: jax.Array) -> jax.Array:
+            if self.lower_bound is not None:
+                return bounded_log_decay(A_log, gate, bias, self.lower_bound)
+            return log_decay(A_log, time_step(gate, bias))
+
+        return decay(split_heads(gate, self.value_heads), A_log, bias)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import log_decay, shortest_and_longest, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
@@ -101,12 +101,12 @@ class Mamba2(RecurrentLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
-        ends = [features, 2 * features, 2 * features + states, 2 * features + 2 * states]
-        split = jnp.split(self.into(x), ends, -1)
+        gate, value, others = parts(self.into, x, (features, features, 2 * states + self.heads))
+        split = [gate, value, *jnp.split(others, [states, 2 * states], -1)]
         if self.multipliers is not None:
             split = [each * factor for each, factor in zip(split, self.multipliers, strict=True)]
-        output_gate, *parts, step = split
-        (value, key, query), recent = self.convolution(parts, state.recent, sequences)
+        output_gate, *mixed, step = split
+        (value, key, query), recent = self.convolution(mixed, state.recent, sequences)
         value = wide(split_heads(value, self.heads))
         step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
         # a group's queries and keys serve several heads' values
