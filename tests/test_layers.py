@@ -91,6 +91,7 @@ CORES = (
     "ejkernel.kernels.convolution",
     "ejkernel.kernels.delta_rule",
     "ejkernel.kernels.linear_recurrence",
+    "ejkernel.kernels.step",
 )
 
 

@@ -1,5 +1,6 @@
 """Parameters of layers: how they are made and partitioned, and in which dtype they are computed with."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -72,7 +73,15 @@ class Projection(nnx.Linear):
     """A linear map, whose output policies of `jax.checkpoint` know by the name `PROJECTED`."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        return checkpoint_name(super().__call__(inputs, out_sharding), PROJECTED)
+        product = functools.partial(super().__call__, out_sharding=out_sharding)
+        if math.prod(inputs.shape[:-1]) != 1:
+            return checkpoint_name(product(inputs), PROJECTED)
+
+        def of_two(x: jax.Array) -> jax.Array:
+            # for a single row XLA writes all products to memory and reads them again: three times the kernel's bytes
+            return product(jnp.concatenate([x, x], -2))[..., :1, :]
+
+        return checkpoint_name(jax.lax.platform_dependent(inputs, cuda=of_two, default=product), PROJECTED)
 
 
 def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: int = 1) -> list[jax.Array]:
@@ -96,6 +105,11 @@ def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: i
         return checkpoint_name(found, PROJECTED)
 
     return [part(each) for each in slices]
+
+
+def side_by_side(linears: Sequence[nnx.Linear], inputs: jax.Array) -> jax.Array:
+    """The outputs of several projections of a few tokens, side by side, for XLA to compute by one product."""
+    return jnp.concatenate([each(inputs) for each in linears], -1)
 
 
 def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
