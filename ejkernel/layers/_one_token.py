@@ -10,10 +10,13 @@ import numpy as np
 
 from ejkernel import _sharding
 from ejkernel._dispatch import dispatch
+from ejkernel.kernels import rotary
+from ejkernel.kernels._views import View
 from ejkernel.kernels.step import IMPLEMENTATIONS
-from ejkernel.kernels.step.call import Call, Inputs, Results, View
+from ejkernel.kernels.step.call import Call, Inputs, Results
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._parameters import RMSNorm
+from ejkernel.layers._rotary import Rotary
 from ejkernel.layers._tokens import Sequences
 
 
@@ -35,10 +38,10 @@ class Heads(NamedTuple):
         return View(self.groups, width, self.offset, heads, self.dim)
 
 
-def applies(x: jax.Array, state: Any, sequences: Sequences) -> bool:
-    """Whether `x` is a single token of each row that goes on from a state, all on one device as far as types say."""
+def applies(x: jax.Array, sequences: Sequences) -> bool:
+    """Whether `x` is a single token of each row, all on one device as far as types say."""
     alone = sequences.cu_seqlens is None and sequences.segment_ids is None
-    return alone and state.memory is not None and x.shape[1] == 1 and x.size > 0 and not _sharding.explicit_mesh(x)
+    return alone and x.shape[1] == 1 and x.size > 0 and not _sharding.explicit_mesh(x)
 
 
 def in_two_rows(step: Callable[..., tuple[jax.Array, Any]], x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
@@ -55,6 +58,47 @@ def in_two_rows(step: Callable[..., tuple[jax.Array, Any]], x: jax.Array, state:
         return output[:1], state
 
     return jax.lax.platform_dependent(x, state, cuda=of_two, default=step)
+
+
+def rotate_and_store(
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    position: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    rotation: Rotary | None,
+    query_norm: RMSNorm | None,
+    key_norm: RMSNorm | None,
+    value_norm: bool,
+    epsilon: float,
+) -> rotary.call.Results:
+    """The queries `[B, 1, H, D]` of a token, and the caches with its keys and values, as `kernels.rotary.Call` says."""
+    call = rotary.call.Call(
+        batch=keys.shape[0],
+        query=query.view(),
+        key=key.view(),
+        value=value.view(),
+        capacity=keys.shape[1],
+        pairs=0 if rotation is None else len(rotation.frequencies),
+        factor=1.0 if rotation is None else rotation.factor,
+        value_norm=value_norm,
+        epsilon=epsilon,
+        dtype=np.dtype(query.projected.dtype),
+    )
+    inputs = rotary.call.Inputs(
+        query.grouped(),
+        key.grouped(),
+        value.grouped(),
+        position,
+        keys,
+        values,
+        None if rotation is None else jnp.asarray(rotation.frequencies),
+        None if query_norm is None else query_norm.scale[...],
+        None if key_norm is None else key_norm.scale[...],
+    )
+    return dispatch(rotary.IMPLEMENTATIONS, call, *inputs)
 
 
 def run(

@@ -64,7 +64,7 @@ class RecurrentLayer(Published):
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
         x, sequences = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         state = self._checked_state(dims, state)
-        if _one_token.applies(x, state, sequences):
+        if state.memory is not None and _one_token.applies(x, sequences):
             return _one_token.in_two_rows(self._decode, x, state)
         mixed, state = self._mix(x, state, sequences)
         return without_padding(self.out(mixed.astype(x.dtype)), sequences), state

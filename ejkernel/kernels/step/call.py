@@ -6,21 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-
-@dataclass(frozen=True)
-class View:
-    """Where heads stand in an array `[rows, groups, width]`: side by side in each group, from `offset` on."""
-
-    groups: int
-    width: int
-    offset: int
-    heads: int
-    dim: int
-
-    def of(self, x: jax.Array, rows: int) -> jax.Array:
-        """The first `rows`, `[rows, heads, dim]`."""
-        size = self.heads // self.groups * self.dim
-        return x[:rows, :, self.offset : self.offset + size].reshape(rows, self.heads, self.dim)
+from ejkernel.kernels._views import View
 
 
 @dataclass(frozen=True)

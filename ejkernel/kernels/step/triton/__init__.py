@@ -12,8 +12,9 @@ import numpy as np
 from ejkernel.kernels import _differentiable, _launch
 from ejkernel.kernels._differentiable import Op, fold_rows
 from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels._views import View
 from ejkernel.kernels.step import xla
-from ejkernel.kernels.step.call import Call, Inputs, Results, View
+from ejkernel.kernels.step.call import Call, Inputs, Results
 
 DEVICE = "ejkernel.kernels.step.triton.device.token"
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
@@ -39,22 +40,6 @@ def run(call: Call, *arrays: Any) -> Results:
     return _differentiable.call(OP, call, Inputs(*arrays))
 
 
-@dataclass(frozen=True)
-class Heads:
-    """A `View`, and the power of two that holds a head."""
-
-    groups: int
-    width: int
-    offset: int
-    heads: int
-    dim: int
-    block: int
-
-    @staticmethod
-    def of(view: View | None) -> "Heads | None":
-        return None if view is None else Heads(**vars(view), block=padded(view.dim))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """What kernels are compiled for; device code gets it as `CALL`."""
@@ -66,12 +51,12 @@ class Constants:
     value_dim: int
     key_block: int
     value_block: int
-    queries: Heads | None
-    keys: Heads | None
-    values: Heads | None  # not `value`, which is something else to Triton
-    gate: Heads | None
-    beta: Heads | None
-    output_gate: Heads | None
+    queries: View
+    keys: View
+    values: View  # not `value`, which is something else to Triton
+    gate: View
+    beta: View | None
+    output_gate: View | None
     taps: int
     channels: int
     first_query: int  # channel
@@ -109,12 +94,12 @@ def _constants(call: Call, inputs: Inputs) -> Constants:
         value_dim=call.value_dim,
         key_block=block,
         value_block=min(padded(call.value_dim), max(16, _STATE // block)),
-        queries=Heads.of(call.query),
-        keys=Heads.of(call.key),
-        values=Heads.of(call.value),
-        gate=Heads.of(call.gate),
-        beta=Heads.of(call.beta),
-        output_gate=Heads.of(call.output_gate),
+        queries=call.query,
+        keys=call.key,
+        values=call.value,
+        gate=call.gate,
+        beta=call.beta,
+        output_gate=call.output_gate,
         taps=call.taps,
         channels=sum(view.heads * view.dim for view in call.mixed),
         first_query=call.channels[0],

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
+from ejkernel.kernels.chunks.triton.device.heads import SMALL, inverse_norm, own_place
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def step(p, CALL: tl.constexpr):
         b_squares += tl.sum(b_out * b_out)
         b_small_squares += tl.sum((b_out * SMALL) * (b_out * SMALL))
         b_outputs = b_outputs + (b_out,)
-    b_inverse, b_scale = _inverse_norm(b_squares, b_small_squares, CALL.epsilon * V)
+    b_inverse, b_scale = inverse_norm(b_squares, b_small_squares, CALL.epsilon * V)
     for i_v in tl.static_range(NV):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
@@ -117,21 +118,10 @@ def step(p, CALL: tl.constexpr):
             tl.store(p_output, b_out.to(p.output.dtype.element_ty), mask=m_v)
 
 
-SMALL = tl.constexpr(2.0**-96)
-MOST = tl.constexpr(2.0**120)
-
-
 @triton.jit
 def _place(p_x, i_b, i_h, VIEW: tl.constexpr, CALL: tl.constexpr):
     """Where the numbers begin that head `i_h` of all has."""
-    return _own_place(p_x, i_b, i_h // (CALL.heads // VIEW.heads), VIEW)
-
-
-@triton.jit
-def _own_place(p_x, i_b, i_head, VIEW: tl.constexpr):
-    EACH: tl.constexpr = VIEW.heads // VIEW.groups
-    o_group = (i_b * VIEW.groups + i_head // EACH) * VIEW.width
-    return p_x + o_group + VIEW.offset + (i_head % EACH) * VIEW.dim
+    return own_place(p_x, i_b, i_h // (CALL.heads // VIEW.heads), VIEW)
 
 
 @triton.jit
@@ -139,7 +129,7 @@ def _head(p, p_x, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, C
     """A head of queries, keys or values; convolved here if every head has its own, or before this."""
     i_head = i_h // (CALL.heads // VIEW.heads)
     if CALL.taps == 0:
-        return tl.load(_own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0).to(tl.float32)
+        return tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0).to(tl.float32)
     elif CALL.mixed_before:
         p_mixed = p.mixed + i_b * CALL.channels + FIRST + i_head * VIEW.dim + o_d
         return tl.load(p_mixed, mask=m_d, other=0.0).to(tl.float32)
@@ -153,7 +143,7 @@ def _mix(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr,
     W: tl.constexpr = CALL.taps
     C: tl.constexpr = CALL.channels
     o_c = FIRST + i_head * VIEW.dim + o_d
-    b_token = tl.load(_own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0)
+    b_token = tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0)
     b_sum = b_token.to(tl.float32) * tl.load(p.taps + (W - 1) * C + o_c, mask=m_d, other=0.0).to(tl.float32)
     p_recent = p.recent + i_b * ((W - 1) * C) + o_c
     p_moved = p.moved + i_b * ((W - 1) * C) + o_c
@@ -178,16 +168,8 @@ def _mix(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr,
 def _unit(b_x, EPSILON: tl.constexpr):
     """Divided by its norm, of any size that float32 holds."""
     b_small = b_x * SMALL
-    b_inverse, b_scale = _inverse_norm(tl.sum(b_x * b_x), tl.sum(b_small * b_small), EPSILON)
+    b_inverse, b_scale = inverse_norm(tl.sum(b_x * b_x), tl.sum(b_small * b_small), EPSILON)
     return (b_x * b_scale) * b_inverse
-
-
-@triton.jit
-def _inverse_norm(b_squares, b_small_squares, EPSILON: tl.constexpr):
-    """One over the norm of what is multiplied by the second result, from sums of squares of which one may overflow."""
-    m_fits = b_squares < MOST
-    b_inverse = tl.rsqrt(tl.where(m_fits, b_squares + EPSILON, b_small_squares))
-    return b_inverse, tl.where(m_fits, 1.0, SMALL)
 
 
 @triton.jit
