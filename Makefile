@@ -77,6 +77,8 @@ tpu: $(VENV)-tpu/.installed
 	$(TPU) --schedule --json benchmarks/results/tpu_schedules.json
 	$(TPU) --op delta_rule --json benchmarks/results/tpu_delta_rule_compiled.json
 	$(TPU) --op delta_rule --schedule --json benchmarks/results/tpu_delta_rule_schedules.json
+	$(TPU) --op convolution --json benchmarks/results/tpu_convolution_compiled.json
+	$(TPU) --op convolution --schedule --json benchmarks/results/tpu_convolution_schedules.json
 
 # The same for a training step on whole topologies, up to 256 chips, for docs/scaling.md.
 tpu-training: $(VENV)-tpu/.installed

@@ -100,6 +100,19 @@ DELTA_RULE = [
     Case("key gates, few tokens, odd heads", T=100, H=3, Hkv=1, K=64, V=128, state=True),
 ]
 
+# of the convolution, whose channels are heads of `K`
+CONVOLUTION = [
+    Case("rows"),
+    Case("rows, float32", dtype="float32"),
+    Case("rows, states", state=True),
+    Case("packed", N=8),
+    Case("packed, states", N=8, state=True),
+    Case("rows, T = 4000", T=4000),
+    Case("rows, few tokens", T=100, state=True),
+    Case("rows, one token", B=8, T=1, state=True),
+]
+TAPS = 4
+
 
 @dataclass
 class Row:
@@ -122,8 +135,31 @@ def prepare(folder: str | None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 
 
+def convolution(case: Case) -> tuple[Callable[..., Any], list[Any]]:
+    """Output, final state and gradients of the convolution."""
+    import jax
+    import jax.numpy as jnp
+
+    import ejkernel
+
+    D = case.H * case.K
+    x = jax.ShapeDtypeStruct((case.B, case.T, D), case.dtype)
+    arrays = {"x": x, "weight": jax.ShapeDtypeStruct((TAPS, D), jnp.float32)}
+    if case.state:
+        arrays["initial_state"] = jax.ShapeDtypeStruct((case.N or case.B, TAPS - 1, D), case.dtype)
+    borders = {"cu_seqlens": jax.ShapeDtypeStruct((case.N + 1,), jnp.int32)} if case.N else {}
+
+    def run(arrays: dict[str, Any], borders: dict[str, Any], d_output: Any) -> Any:
+        results, pull = jax.vjp(lambda each: ejkernel.causal_conv1d(**each, **borders, activation="silu"), arrays)
+        return results, pull((d_output, jnp.ones_like(results[1])))
+
+    return run, [arrays, borders, x]
+
+
 def program(op: str, case: Case) -> tuple[Callable[..., Any], list[Any]]:
     """Output, final state and gradients, from arrays `[B, T, heads · D]` as a model's projections leave them."""
+    if op == "convolution":
+        return convolution(case)
     import jax
     import jax.numpy as jnp
 
@@ -170,10 +206,11 @@ def program(op: str, case: Case) -> tuple[Callable[..., Any], list[Any]]:
     return run, [arrays, borders, shape(B, T, H * V, dtype=case.dtype)]
 
 
-def steady(path: Path) -> int:
+def steady(path: Path, turns: int) -> int:
     """Bundles of the loop over blocks, without branches that are rarely taken.
 
-    These are what a kernel does for the first and the last block of a sequence, and the exact path of strong gates.
+    These are what a kernel does for the first and the last block of a sequence, and the exact path of strong gates. If
+    there are loops inside of it, which have so many `turns`, all branches count.
     """
     bundles: list[str] = []
     depth: list[int] = []
@@ -195,6 +232,8 @@ def steady(path: Path) -> int:
     # one that holds others is the loop's body
     inner = [each for each in skipped if not any(each[0] < other[0] and other[1] < each[1] for other in skipped)]
     dead = {i for start, end in inner for i in range(start + 4, end)}
+    if turns:
+        return depth.count(1) + turns * depth.count(2)
     return sum(level == 1 and i not in dead for i, level in enumerate(depth))
 
 
@@ -215,16 +254,25 @@ def bytes_of(text: str) -> dict[str, int]:
                 total += sizes[dtype] * count
             shapes[name] = total
             if kind == "custom-call" and "tpu_custom_call" in line:
-                found[name] = total + sum(shapes.get(each, 0) for each in re.findall(r"%([\w.-]+)", operands))
+                # an array may be read in blocks of two kinds
+                found[name] = total + sum(shapes.get(each, 0) for each in set(re.findall(r"%([\w.-]+)", operands)))
     return found
 
 
-def blocks_of(op: str, case: Case) -> int:
-    """How often the loop of a kernel turns."""
+def blocks_of(op: str, case: Case, kind: str) -> tuple[int, int]:
+    """How often the loop of a kernel turns, and how often loops inside of it do."""
     import jax
 
-    from ejkernel.kernels import delta_rule, linear_recurrence
+    from ejkernel.kernels import convolution, delta_rule, linear_recurrence
     from ejkernel.kernels.chunks.pallas import plan
+
+    if op == "convolution":
+        facts = {"sequences": case.N or case.B, "layout": "packed" if case.N else "rows", "activation": "silu"}
+        dtype = jax.numpy.dtype(case.dtype)
+        conv = convolution.call.Call(case.B, case.T, case.H * case.K, TAPS, dtype=dtype, **facts)
+        tiles = convolution.pallas.plan.sizes(conv, kind == "backward")
+        turns = tiles.tokens // tiles.rows
+        return case.B * tiles.blocks * tiles.channel_blocks, turns // min(turns, 2)
 
     H, K, V, rows, packed = case.H, case.K, case.V, case.N or case.B, case.N > 0
     facts = {"decay": case.decay, "scale": 1.0, "reverse": case.reverse, "dtype": jax.numpy.dtype(case.dtype)}
@@ -237,7 +285,7 @@ def blocks_of(op: str, case: Case) -> int:
         sizes_of, own = plan.sizes, (H, case.Hkv, case.Hkv)
     arrays = [jax.ShapeDtypeStruct((case.B, case.T, heads, 1), call.dtype) for heads in own]
     sizes = sizes_of(call, *arrays)
-    return case.B * H // sizes.heads * plan.number_of_visits(call, sizes)
+    return case.B * H // sizes.heads * plan.number_of_visits(call, sizes), 0
 
 
 def compile_for(chip: Chip, function: Any, *arguments: Any) -> Any:
@@ -307,14 +355,18 @@ def measure(op: str, case: Case, name: str, folder: Path | None) -> Iterator[Row
     seconds = time.perf_counter() - start
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     units = case.B * case.H * case.T / UNIT
-    for kernel, moved in bytes_of(compiled.as_text()).items():
+    kernels = bytes_of(compiled.as_text())
+    moved_most = max(kernels.values())
+    for kernel, moved in kernels.items():
         bundles = 0.0
+        kind = "backward" if "backward" in kernel else "forward"
         if folder:
             (path,) = (each for each in folder.glob(f"*-{kernel}-*-final_bundles.txt") if "analysis" not in each.name)
-            bundles = steady(path) * blocks_of(op, case) / units
+            blocks, turns = blocks_of(op, case, kind)
+            bundles = steady(path, turns) * blocks / units
         floor = moved / units / chip.bandwidth * chip.clock
-        kind = "backward" if "backward" in kernel else "forward"
-        yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
+        if floor > 0.1 * moved_most / units / chip.bandwidth * chip.clock:  # not what is done for a few tokens
+            yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
 
 
 FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
@@ -346,6 +398,7 @@ class Table:
 TABLES = {
     "recurrent": Table(CASES, 4, "linear_recurrence"),
     "delta_rule": Table(DELTA_RULE, 3, "delta_rule"),
+    "convolution": Table(CONVOLUTION, 3, "convolution"),
 }
 
 

@@ -1,5 +1,6 @@
 """Calls of the short convolution, against which every implementation is checked."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -85,6 +86,11 @@ def results_and_gradients(case, arrays, platform=None, front=ejkernel.causal_con
     """Output, final state and gradients by name, from the cotangents among the arrays."""
     moved = {name: arrays[name] for name in DIFFERENTIABLE if name in arrays}
     places = {name: arrays[name] for name in ("cu_seqlens", "segment_ids") if name in arrays}
+    return _compiled(case, platform, front)(moved, places, (arrays["d_output"], arrays["d_final_state"]))
+
+
+@functools.cache
+def _compiled(case, platform, front):
     options = {} if platform is None else {"platform": platform}
 
     @jax.jit
@@ -92,7 +98,7 @@ def results_and_gradients(case, arrays, platform=None, front=ejkernel.causal_con
         results, pull = jax.vjp(lambda moved: front(**moved, **places, activation=case.activation, **options), moved)
         return {"output": results[0], "final_state": results[1], **pull(cotangents)[0]}
 
-    return run(moved, places, (arrays["d_output"], arrays["d_final_state"]))
+    return run
 
 
 def check(case, dtype=np.float32, tolerance=1e-5, **options):

@@ -12,8 +12,19 @@ from convolution_cases import CASES, DIFFERENTIABLE, RAGGED, ROWS_OF_SEVERAL, Ca
 import ejkernel
 from ejkernel.kernels import _xla
 
+# of the backward pass, with tails of all kinds
+SEVERAL_BLOCKS = (
+    Case("one block", tokens=128),
+    Case("one block and a short tail", tokens=130, batch=1),
+    Case("several blocks", tokens=300, taps=3, bias=False),
+    Case("several blocks, packed", lengths=(120, 1, 0, 8, 2, 125, 140), padding=9, channels=3),
+    Case(
+        "several blocks, segments", ids=((-1, *[3] * 130, *[4] * 127, 5), (*[0] * 128, *[-1] * 129, 1, 1)), channels=3
+    ),
+)
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+
+@pytest.mark.parametrize("case", (*CASES, *SEVERAL_BLOCKS), ids=str)
 def test_results_and_gradients(case):
     check(case)
 
@@ -118,6 +129,21 @@ def test_nothing_leaks_between_segments(number):
     found = results_and_gradients(case, arrays | only_padding)
     for name in ("weight", "bias"):
         np.testing.assert_array_equal(found[name], clean[name], name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_holds_no_array_as_large_as_its_inputs(packed):
+    shape = (1, 8192, 16)
+    x, weight = jax.ShapeDtypeStruct(shape, np.float32), jax.ShapeDtypeStruct((4, 16), np.float32)
+    borders = np.array([0, 3000, 8000], np.int32) if packed else None
+
+    def gradients(x, weight, d_output):
+        pull = jax.vjp(lambda *given: ejkernel.causal_conv1d(*given, None, "silu", None, borders)[0], x, weight)[1]
+        return pull(d_output)
+
+    memory = jax.jit(gradients).lower(x, weight, x).compile().memory_analysis()
+    # positions of packed tokens are integers, one a token
+    assert memory.temp_size_in_bytes < 0.3 * x.size * 4
 
 
 SMALL = (

@@ -34,6 +34,7 @@ LAYERS = (
         "ejkernel.kernels._phases",
         "ejkernel.kernels._shared_memory",
         "ejkernel.kernels._varying",
+        "ejkernel.kernels._views",
         "ejkernel.kernels.chunks",
     ),
     ("ejkernel.kernels",),
@@ -91,6 +92,8 @@ CORES = (
     "ejkernel.kernels.convolution",
     "ejkernel.kernels.delta_rule",
     "ejkernel.kernels.linear_recurrence",
+    "ejkernel.kernels.rotary",
+    "ejkernel.kernels.step",
 )
 
 

@@ -53,6 +53,8 @@ class Op:
             where that is impossible: then calls run one by one. Without `fold`, JAX maps the functions themselves.
         splits: Whether devices may share its rows and heads, see `_partitioned`: the first of its static facts that has
             `dims` is then a call, and all of `inputs` are that call's arrays.
+        one_device: Whether it runs on one device alone; in a program for several, `reference` runs, which XLA splits.
+            Such an op has no residuals.
     """
 
     forward: Callable[..., Any]
@@ -63,6 +65,7 @@ class Op:
     keeps: Callable[[Any], Any] | None = None
     fold: Callable[..., tuple[Any, Any] | None] | None = None
     splits: bool = True
+    one_device: bool = False
 
 
 def call(op: Op, static: Any, inputs: Any) -> Any:
@@ -134,7 +137,13 @@ def _forward_pass() -> Any:
             takes = _partitioned.Operands(inputs=tuple(range(tree.num_leaves)))
             gives = _partitioned.Operands(outputs=tuple(range(len(closed.out_avals))))
             body = _partitioned.Body(static, _present(tree), takes, gives, run, run)
-        return _partitioned.lower(ctx, *values, body=body, run=jaxpr_as_fun(closed))
+        whole = jaxpr_as_fun(closed)
+        if op.one_device and not _pallas.one_device(ctx.module_context.axis_context):
+
+            def whole(*leaves: Any) -> Any:
+                return jax.tree.leaves(op.reference(static, jax.tree.unflatten(tree, leaves)))
+
+        return _partitioned.lower(ctx, *values, body=body, run=whole)
 
     def batched(leaves: Any, dims: Any, *, op: Op, static: Any, keep: bool, tree: Any, **_: Any) -> Any:
         # without a `fold`; an op that has one is mapped before it gets here

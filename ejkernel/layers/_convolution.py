@@ -1,6 +1,7 @@
 """The short convolution over tokens that published layers put before their recurrence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,20 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The mixed `parts`, and the last `size - 1` tokens, which as `recent` continue the sequence."""
-        bias = None if self.bias is None else self.bias[...]
-        x = jnp.concatenate(parts, -1)
-        mixed, recent = causal_conv1d(x, self.kernel[...], bias, "silu", recent, **sequences.keywords)
-        return jnp.split(mixed, np.cumsum(self.widths[:-1]), -1), recent
+        """The mixed `parts`, and the last `size - 1` tokens, which as `recent` continue the sequence.
+
+        Parts are mixed one by one: side by side they would be copied together, and apart again. With a pool they are
+        side by side, as it is one array, which is updated where it is.
+        """
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        if isinstance(recent, _checks.Pool):
+            x = jnp.concatenate(parts, -1)
+            whole, pool = causal_conv1d(x, kernel, bias, "silu", recent, **sequences.keywords)
+            return self._split(whole), pool
+        arrays = zip(parts, *(self._split(each) for each in (kernel, bias, recent)), strict=True)
+        mixed = [causal_conv1d(x, taps, b, "silu", state, **sequences.keywords) for x, taps, b, state in arrays]
+        return [each for each, _ in mixed], jnp.concatenate([state for _, state in mixed], -1)
+
+    def _split(self, x: jax.Array | None) -> list[Any]:
+        """Each part's channels of `x`, if there is one."""
+        return [None] * len(self.widths) if x is None else jnp.split(x, np.cumsum(self.widths[:-1]), -1)

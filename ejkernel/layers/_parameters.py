@@ -1,5 +1,9 @@
 """Parameters of layers: how they are made and partitioned, and in which dtype they are computed with."""
 
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -71,7 +75,43 @@ class Projection(nnx.Linear):
     """A linear map, whose output policies of `jax.checkpoint` know by the name `PROJECTED`."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        return checkpoint_name(super().__call__(inputs, out_sharding), PROJECTED)
+        product = functools.partial(super().__call__, out_sharding=out_sharding)
+        if math.prod(inputs.shape[:-1]) != 1:
+            return checkpoint_name(product(inputs), PROJECTED)
+
+        def of_two(x: jax.Array) -> jax.Array:
+            # for a single row XLA writes all products to memory and reads them again: three times the kernel's bytes
+            return product(jnp.concatenate([x, x], -2))[..., :1, :]
+
+        return checkpoint_name(jax.lax.platform_dependent(inputs, cuda=of_two, default=product), PROJECTED)
+
+
+def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: int = 1) -> list[jax.Array]:
+    """The output of `linear` in parts of these sizes, side by side in each of the `groups` of its columns."""
+    slices = [slice(*each) for each in itertools.pairwise(np.cumsum([0, *sizes]))]
+    tokens = math.prod(inputs.shape[:-1])
+    if not isinstance(linear, Projection) or tokens < linear.in_features:
+        whole = split_heads(linear(inputs), groups)
+        return [merge_heads(whole[..., each]) for each in slices]
+    # a product for each part: copies of the kernel's columns are smaller than copies of the output's
+    given = inputs, linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    x, kernel, bias = linear.promote_dtype(given, dtype=linear.dtype)
+
+    def part(each: slice) -> jax.Array:
+        own = merge_heads(split_heads(kernel, groups)[..., each])
+        # behind a barrier, or XLA joins small products with large ones, and copies both out of the result
+        tokens, own = jax.lax.optimization_barrier((x, own))
+        found = linear.dot_general(tokens, own, (((x.ndim - 1,), (0,)), ((), ())), precision=linear.precision)
+        if bias is not None:
+            found += matching(merge_heads(split_heads(bias, groups)[..., each]), found)
+        return checkpoint_name(found, PROJECTED)
+
+    return [part(each) for each in slices]
+
+
+def side_by_side(linears: Sequence[nnx.Linear], inputs: jax.Array) -> jax.Array:
+    """The outputs of several projections of a few tokens, side by side, for XLA to compute by one product."""
+    return jnp.concatenate([each(inputs) for each in linears], -1)
 
 
 def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
@@ -106,6 +146,11 @@ def wide(x: jax.Array) -> jax.Array:
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function`, whose gradient computes it again from its arguments: these are half as large as what it computes."""
+    return jax.checkpoint(function)
 
 
 def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel.layers import _one_token
 from ejkernel.layers._models import Published
 from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads, wide_dtype
 from ejkernel.layers._serving import RaggedBatch, ServingLimits
@@ -92,14 +93,24 @@ class RecurrentLayer(Published):
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
         x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         start = self._checked_state(dims, state) if batch is None else self._checked_pools(dims, state, batch)
+        if start.memory is not None and _one_token.applies(x, sequences):
+            return _one_token.in_two_rows(self._decode, x, start)
         mixed, state = self._mix(x, start, sequences)
         if batch is not None:
             state = state._replace(position=None)
         return without_padding(self.out(mixed.astype(x.dtype)), sequences), state
 
+    def _decode(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        mixed, state = self._step(x, state)
+        return self.out(mixed.astype(x.dtype)), state
+
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         """What `out` projects, `[…, T, heads · dim]`, and the next state; `state` is `START` or an earlier one."""
         raise NotImplementedError
+
+    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        """The same for a single token `[B, 1, width]` that goes on from a state."""
+        return self._mix(x, state, Sequences())
 
     def _checked_state(self, dims: _checks.Dims, state: Any) -> RecurrentState:
         if state is None:

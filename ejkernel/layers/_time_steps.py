@@ -28,7 +28,18 @@ def shortest_and_longest(argument: str, pair: Any, expected: str) -> tuple[float
 def time_step(x: jax.Array, bias: jax.Array) -> jax.Array:
     """`softplus(x + bias)`, in at least float32."""
     x = wide(x)
-    return jax.nn.softplus(x + matching(bias, x))
+    return _softplus(x + matching(bias, x))
+
+
+@jax.custom_jvp
+def _softplus(x: jax.Array) -> jax.Array:
+    return jax.nn.softplus(x)
+
+
+@_softplus.defjvp
+def _softplus_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # of the argument alone: JAX takes it from the result, which XLA would then keep in memory
+    return _softplus(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]
 
 
 def log_decay(A_log: jax.Array, step: jax.Array) -> jax.Array:

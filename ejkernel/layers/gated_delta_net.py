@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.delta_rule import gated_delta_rule
-from ejkernel.layers import _weights
+from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, split_heads, wide
+from ejkernel.layers._one_token import Heads
+from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
 from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
@@ -82,9 +83,8 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
-        grouped = split_heads(self.query_key_value_gate(x), self.key_heads)  # [..., key_heads, 2 K + 2 values]
-        *parts, output_gate = map(merge_heads, jnp.split(grouped, [K, 2 * K, 2 * K + values], -1))
-        (query, key, value), recent = self.convolution(parts, state.recent, sequences)
+        *mixed, output_gate = parts(self.query_key_value_gate, x, (K, K, values, values), self.key_heads)
+        (query, key, value), recent = self.convolution(mixed, state.recent, sequences)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
         beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
@@ -99,6 +99,28 @@ class GatedDeltaNet(RecurrentLayer):
         )
         gated = normed_and_gated(self.norm, output, jax.nn.silu(wide(output_gate)))
         return gated, RecurrentState(memory, recent)
+
+    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        groups, shared = self.key_heads, self.value_heads // self.key_heads
+        all_of, gates = self.query_key_value_gate(x), self.beta_decay(x)
+        K, V, H = self.key_dim, self.value_dim, self.value_heads
+        found = _one_token.run(
+            state,
+            Heads(all_of, K, groups, 0, groups),
+            Heads(all_of, K, groups, K, groups),
+            Heads(all_of, V, groups, 2 * K, H),
+            Heads(gates, 1, groups, shared, H),
+            decay="softplus",
+            rate=self.A_log[...],
+            bias=self.dt_bias[...],
+            beta=Heads(gates, 1, groups, 0, H),
+            beta_factor=2.0 if self.negative_eigenvalues else 1.0,
+            convolution=self.convolution,
+            normalize=True,
+            norm=self.norm,
+            output_gate=Heads(all_of, V, groups, 2 * K + shared * V, H),
+        )
+        return found.output, RecurrentState(found.memory, found.recent)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

@@ -4,14 +4,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
-from ejkernel.layers import _weights
+from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
-from ejkernel.layers._parameters import ParamInit, split_heads, wide
+from ejkernel.layers._one_token import Heads
+from ejkernel.layers._parameters import ParamInit, recomputed, side_by_side, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.layers._tokens import Sequences
@@ -98,10 +100,31 @@ class GatedLinearAttention(GatedOutputLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         query, key, value, recent = self._projected(x, state, sequences)
-        gate = jax.nn.log_sigmoid(wide(self.gate_up(self.gate_down(x)))) / self.gate_normalizer
+        gate = self._log_decay(self.gate_up(self.gate_down(x)))
         gate = jnp.repeat(split_heads(gate, self.kv_heads), self.heads // self.kv_heads, axis=-2)
         output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, **sequences.keywords)
         return self._gated(x, output), RecurrentState(memory, recent)
+
+    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        K, V, kv_heads = self.key_dim, self.value_dim, self.kv_heads
+        ends = np.cumsum([self.heads * K, kv_heads * K, kv_heads * V]).tolist()
+        all_of = side_by_side([self.query, self.key, self.value, self.output_gate], x)
+        found = _one_token.run(
+            state,
+            Heads(all_of, K, 1, 0, self.heads),
+            Heads(all_of, K, 1, ends[0], kv_heads),
+            Heads(all_of, V, 1, ends[1], kv_heads),
+            Heads(self.gate_up(self.gate_down(x)), K),
+            decay="log_sigmoid",
+            factor=1 / self.gate_normalizer,
+            convolution=self.convolution,
+            norm=self.norm,
+            output_gate=Heads(all_of, V, 1, ends[2], self.heads),
+        )
+        return found.output, RecurrentState(found.memory, found.recent)
+
+    def _log_decay(self, x: jax.Array) -> jax.Array:
+        return recomputed(lambda x: jax.nn.log_sigmoid(wide(x)) / self.gate_normalizer)(x)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

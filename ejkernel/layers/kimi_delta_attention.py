@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.delta_rule import kda
-from ejkernel.layers import _weights
+from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, split_heads, wide
+from ejkernel.layers._one_token import Heads
+from ejkernel.layers._parameters import ParamInit, group_count, recomputed, side_by_side, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
 from ejkernel.layers._time_steps import (
     bounded_log_decay,
@@ -119,18 +120,49 @@ class KimiDeltaAttention(RecurrentLayer):
             normalize=True,
             **sequences.keywords,
         )
-        down = x if self.output_gate_down is None else self.output_gate_down(x)
-        output_gate = jax.nn.sigmoid(wide(self.output_gate_up(down)))
+        output_gate = jax.nn.sigmoid(wide(self._output_gate(x)))
         return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
+
+    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        K, V, heads, value_heads = self.head_dim, self.value_dim, self.heads, self.value_heads
+        all_of = side_by_side([self.query, self.key, self.value], x)
+        found = _one_token.run(
+            state,
+            Heads(all_of, K, 1, 0, heads),
+            Heads(all_of, K, 1, heads * K, heads),
+            Heads(all_of, V, 1, 2 * heads * K, value_heads),
+            Heads(self._decay(x), K),
+            decay="softplus" if self.lower_bound is None else "bounded",
+            factor=1.0 if self.lower_bound is None else self.lower_bound,
+            rate=self.A_log[...],
+            bias=self.dt_bias[...],
+            beta=Heads(self.beta(x), 1),
+            beta_factor=2.0 if self.negative_eigenvalues else 1.0,
+            convolution=self.convolution,
+            normalize=True,
+            norm=self.norm,
+            output_gate=Heads(self._output_gate(x), V),
+            activation="sigmoid",
+        )
+        return found.output, RecurrentState(found.memory, found.recent)
+
+    def _decay(self, x: jax.Array) -> jax.Array:
+        return self.decay_up(x if self.decay_down is None else self.decay_down(x))
+
+    def _output_gate(self, x: jax.Array) -> jax.Array:
+        return self.output_gate_up(x if self.output_gate_down is None else self.output_gate_down(x))
 
     def _log_decay(self, x: jax.Array) -> jax.Array:
         """One a key dim, `[..., T, value_heads, head_dim]`."""
-        gate = self.decay_up(x if self.decay_down is None else self.decay_down(x))
-        gate, A_log = split_heads(gate, self.value_heads), self.A_log[...][:, None]
-        bias = self.dt_bias[...].reshape(self.value_heads, self.head_dim)
-        if self.lower_bound is not None:
-            return bounded_log_decay(A_log, gate, bias, self.lower_bound)
-        return log_decay(A_log, time_step(gate, bias))
+        A_log, bias = self.A_log[...][:, None], self.dt_bias[...].reshape(self.value_heads, self.head_dim)
+
+        @recomputed
+        def decay(gate: jax.Array, A_log: jax.Array, bias: jax.Array) -> jax.Array:
+            if self.lower_bound is not None:
+                return bounded_log_decay(A_log, gate, bias, self.lower_bound)
+            return log_decay(A_log, time_step(gate, bias))
+
+        return decay(split_heads(self._decay(x), self.value_heads), A_log, bias)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

@@ -10,9 +10,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
-from ejkernel.layers import _weights
+from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, split_heads, wide
+from ejkernel.layers._one_token import Heads
+from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import log_decay, shortest_and_longest, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
@@ -101,12 +102,12 @@ class Mamba2(RecurrentLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
-        ends = [features, 2 * features, 2 * features + states, 2 * features + 2 * states]
-        split = jnp.split(self.into(x), ends, -1)
+        gate, value, others = parts(self.into, x, (features, features, 2 * states + self.heads))
+        split = [gate, value, *jnp.split(others, [states, 2 * states], -1)]
         if self.multipliers is not None:
             split = [each * factor for each, factor in zip(split, self.multipliers, strict=True)]
-        output_gate, *parts, step = split
-        (value, key, query), recent = self.convolution(parts, state.recent, sequences)
+        output_gate, *mixed, step = split
+        (value, key, query), recent = self.convolution(mixed, state.recent, sequences)
         value = wide(split_heads(value, self.heads))
         step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
         # a group's queries and keys serve several heads' values
@@ -121,6 +122,37 @@ class Mamba2(RecurrentLayer):
         )
         output = wide(output) + matching(self.D[...][:, None], value) * value
         return self._normed(merge_heads(output), jax.nn.silu(wide(output_gate))), RecurrentState(memory, recent)
+
+    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+        if self.multipliers is not None:
+            return self._mix(x, state, Sequences())
+        features, states = self.heads * self.head_dim, self.groups * self.state_dim
+        gate_last = self.norm is not None and self.norm_before_gate
+        projected = self.into(x)
+        output_gate = Heads(projected, self.head_dim, 1, 0, self.heads)
+        found = _one_token.run(
+            state,
+            Heads(projected, self.state_dim, 1, 2 * features + states, self.groups),
+            Heads(projected, self.state_dim, 1, 2 * features, self.groups),
+            Heads(projected, self.head_dim, 1, features, self.heads),
+            Heads(projected, 1, 1, 2 * features + 2 * states, self.heads),
+            decay="softplus",
+            rate=self.A_log[...],
+            bias=self.dt_bias[...],
+            limits=self.time_step_limit,
+            values_by_step=True,
+            convolution=self.convolution,
+            channels=(features + states, features, 0),
+            scale=1.0,
+            skip=self.D[...],
+            output_gate=None if gate_last else output_gate,
+        )
+        output = found.output
+        if self.norm is not None:
+            output = self.norm(output, self.norm_groups)
+        if gate_last:
+            output = output * jax.nn.silu(wide(projected[..., :features]))
+        return output, RecurrentState(found.memory, found.recent)
 
     def _normed(self, output: jax.Array, gate: jax.Array) -> jax.Array:
         """The output times the gate, normalised group by group before or after that."""

@@ -10,13 +10,15 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.attention import flash_attention
-from ejkernel.layers import _weights
+from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._models import Published
+from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import (
     ParamInit,
     group_count,
     head_width,
     merge_heads,
+    side_by_side,
     split_heads,
     unit_mean_square,
     wide,
@@ -203,17 +205,55 @@ class MultiHeadAttention(Published):
         if x.shape[1] > cache.capacity:
             _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
         at = positions(x, cache.position, sequences)  # [B, T]
-        query, key, value, gate = self._projected(x, at)
         fits = (at >= 0) & (at < cache.capacity)
+        if _one_token.applies(x, sequences):
+            output, (keys, values) = _one_token.in_two_rows(self._decode, x, cache)
+        else:
+            output, (keys, values) = self._extend(x, cache, at, fits)
+        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
+        return output, KeyValueCache(keys, values, cache.position + x.shape[1])
+
+    def _extend(
+        self, x: jax.Array, cache: KeyValueCache, at: jax.Array, fits: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The output, and the cache's keys and values with those of these tokens."""
+        query, key, value, gate = self._projected(x, at)
         # a negative index would count from the end; one past the capacity is dropped
         place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
         keys = cache.key.at[place].set(key.astype(cache.key.dtype), mode="drop")
         values = cache.value.at[place].set(value.astype(cache.value.dtype), mode="drop")
         # causality, counted from the first query's position, also hides the empty rest of the cache
         output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
-        output = self._finish(output, gate)
-        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
-        return output, KeyValueCache(keys, values, cache.position + x.shape[1])
+        return self._finish(output, gate), (keys, values)
+
+    def _decode(self, x: jax.Array, cache: KeyValueCache) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The same of a single token, `[rows, 1, width]`, of which the cache may have fewer rows: others are copies."""
+        D, kv_heads, gate = self.head_dim, self.kv_heads, None
+        others = [each for each in (self.key, self.value) if each is not None]
+        if self.output_gate:
+            query, start = self.query(x), 0
+            heads = Heads(query, D, self.heads, 0, self.heads)
+            gate = split_heads(query[: cache.key.shape[0]], self.heads)[..., D:]
+            projected = side_by_side(others, x)
+        else:
+            start = self.heads * D
+            projected = side_by_side([self.query, *others], x)
+            heads = Heads(projected, D, 1, 0, self.heads)
+        query, keys, values = _one_token.rotate_and_store(
+            heads,
+            Heads(projected, D, 1, start, kv_heads),
+            Heads(projected, D, 1, start if self.value is None else start + kv_heads * D, kv_heads),
+            cache.position,
+            cache.key,
+            cache.value,
+            rotation=self.rotate,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            value_norm=self.value_norm,
+            epsilon=self.epsilon,
+        )
+        output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
+        return self._finish(output, gate), (keys, values)
 
     def _serve(
         self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch

@@ -76,6 +76,16 @@ EVERY_PAGED = [
 ]
 FEW_PAGED = [(90, "bfloat16", "576x512", "decoding"), (89, "float32", "128x128", "prompts")]
 
+LAYERS = ("gla", "delta", "kda", "mamba")
+EVERY_STEP = list(itertools.product(KIBIBYTES, DTYPES, ("128x128", "256x256", "24x40"), LAYERS))
+FEW_STEP = [
+    (90, "bfloat16", "128x128", "delta"),
+    (80, "float16", "256x256", "kda"),
+    (120, "float32", "24x40", "mamba"),
+    (100, "bfloat16", "64x128", "gla"),
+]
+EVERY_ROTARY = list(itertools.product(KIBIBYTES, DTYPES, ("128x128", "24x24"), ("softmax",)))
+FEW_ROTARY = [(90, "bfloat16", "128x128", "softmax")]
 
 # a script, its calls, and kernels that any of them has
 SCRIPTS = [
@@ -92,6 +102,8 @@ SCRIPTS = [
         {"query_gradient", "key_gradients"},
     ),
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
+    ("triton_compile_step.py", EVERY_STEP if THOROUGH else FEW_STEP, {"step"}),
+    ("triton_compile_step.py", EVERY_ROTARY if THOROUGH else FEW_ROTARY, {"rotate_and_store"}),
 ]
 # several to a process, which takes a while to start
 BATCHES = [

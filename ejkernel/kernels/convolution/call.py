@@ -1,11 +1,13 @@
 """What a call of the short convolution is: its static facts and its arrays."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from ejkernel.kernels._differentiable import fold_rows
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,13 @@ class Inputs(NamedTuple):
     initial_state: jax.Array | None  # [N, W - 1, D], oldest first; None for zeros
     cu_seqlens: jax.Array | None  # [N + 1] if the layout is "packed"
     segment_ids: jax.Array | None  # [B, T] if the layout is "segments"
+
+
+def fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) -> tuple[Call, Inputs] | None:
+    """Rows of mapped calls join the batch, unless they have weights of their own, or gradients of them."""
+    if call.layout == "packed" or any((mapped.weight, mapped.bias, wanted.weight, wanted.bias)):
+        return None
+    nothing: Any = {"weight": None, "bias": None}
+    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))
+    larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
+    return larger, folded._replace(weight=inputs.weight, bias=inputs.bias)

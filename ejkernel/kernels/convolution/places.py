@@ -38,6 +38,16 @@ class Places(NamedTuple):
         back = _order(call)[..., ::-1]
         return _by_state(call, self.last[..., None] - back), _by_state(call, back <= self.reach[..., None])
 
+    def used(self, call: Call, has_states: bool) -> jax.Array:
+        """Which tokens, `[B, T]`, are no padding and do not read an initial state, of which there are some or none."""
+        used = self.position >= 0
+        if not has_states:
+            return used
+        if call.layout == "packed":
+            return used & (self.position >= call.history)
+        token = jnp.arange(call.tokens, dtype=jnp.int32)[None]
+        return used & ((token < self.first) | (token >= self.first + self.length))
+
     def carried(self, call: Call) -> tuple[jax.Array, jax.Array]:
         """Which rows of the initial state are in the final one, and whether any is there; both `[N, W - 1]`."""
         back = _order(call)[..., ::-1]

@@ -7,10 +7,10 @@ from ejkernel.kernels.convolution.call import Call
 from ejkernel.kernels.convolution.places import Places
 
 
-def initial_states(call: Call, initial_state: jax.Array | None) -> jax.Array:
-    """`[N, W - 1, D]` in the call's dtype, zeros if there are none."""
+def initial_states(call: Call, initial_state: jax.Array | None, rows: int | None = None) -> jax.Array:
+    """`[N, W - 1, D]` in the call's dtype; zeros if there are none, for so many `rows` or `N`."""
     if initial_state is None:
-        return jnp.zeros((call.sequences, call.history, call.channels), call.dtype)
+        return jnp.zeros((call.sequences if rows is None else rows, call.history, call.channels), call.dtype)
     return initial_state.astype(call.dtype)
 
 

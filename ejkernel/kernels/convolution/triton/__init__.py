@@ -1,7 +1,7 @@
 """The short convolution on NVIDIA GPUs, as Triton kernels."""
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _differentiable, _launch, _varying
-from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.convolution import xla
-from ejkernel.kernels.convolution.call import Call, Inputs
+from ejkernel.kernels.convolution.call import Call, Inputs, fold
 from ejkernel.kernels.convolution.places import Places, places
 from ejkernel.kernels.convolution.states import final_gradient, final_states, initial_states
 from ejkernel.xla_utils.utils import cdiv
@@ -147,14 +147,4 @@ def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, want
     return Inputs(d_x, d_sums[: call.taps], d_bias, d_states if has_states else None, None, None)
 
 
-def _fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) -> tuple[Call, Inputs] | None:
-    """Rows of mapped calls join the batch, unless they have weights of their own, or gradients of them."""
-    if call.layout == "packed" or any((mapped.weight, mapped.bias, wanted.weight, wanted.bias)):
-        return None
-    nothing: Any = {"weight": None, "bias": None}
-    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))
-    larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
-    return larger, folded._replace(weight=inputs.weight, bias=inputs.bias)
-
-
-OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.forward, fold=_fold)
+OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.reference, fold=fold)

@@ -1,9 +1,11 @@
 """The short convolution in plain JAX: sums of shifted arrays. Runs anywhere."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.kernels import _differentiable, _varying
 from ejkernel.kernels._differentiable import Op
@@ -12,6 +14,9 @@ from ejkernel.kernels.convolution.places import Places, places
 from ejkernel.kernels.convolution.states import final_gradient, final_states, initial_states, put, take
 
 Results = tuple[jax.Array, jax.Array]
+Join = Callable[[list[jax.Array], int], jax.Array]
+# Tokens whose cotangents are computed at once: few enough that what is between input and output stays in a CPU's cache.
+_BLOCK = 128
 
 
 def supports(call: Call) -> str | None:
@@ -28,11 +33,22 @@ def run(call: Call, *arrays: jax.Array | None) -> Results:
 
 
 def forward(call: Call, inputs: Inputs) -> Results:
+    """The output and the final states, without derivatives."""
+    return _forward(call, inputs, _join_bits)
+
+
+def reference(call: Call, inputs: Inputs) -> Results:
     """The same in a form that JAX can differentiate."""
+    return _forward(call, inputs, jnp.concatenate)
+
+
+def _forward(call: Call, inputs: Inputs, join: Join) -> Results:
     where = places(call, inputs)
-    output = activated(call, _sums(call, inputs, _taps(call, inputs, where)))
-    if where is not None:
-        output = jnp.where((where.position >= 0)[..., None], output, 0)
+    before = initial_states(call, inputs.initial_state if where is None else None, call.batch)
+    position = None if where is None else where.position
+    output = activated(call, _sums(call, inputs, _taps(call, before, inputs.x, position, join)))
+    if position is not None:
+        output = jnp.where((position >= 0)[..., None], output, 0)
     output = output.astype(call.dtype)
     if where is not None and inputs.initial_state is not None and call.history:
         heads = activated(call, _sums(call, inputs, head_taps(call, inputs, where))).astype(call.dtype)
@@ -42,27 +58,98 @@ def forward(call: Call, inputs: Inputs) -> Results:
 
 def backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
     """Cotangents of the inputs. Nothing is remembered from the forward pass: sums cost less than reading them."""
-    (d_output, d_final), where = cotangents, places(call, inputs)
-    if d_output is None:
-        d_output = jnp.zeros_like(inputs.x)
-    taps = _taps(call, inputs, where)
-    d_sums = d_activated(call, _sums(call, inputs, taps), d_output)
-    if where is not None:
-        d_sums = jnp.where((where.position >= 0)[..., None], d_sums, 0)
+    d_output, d_final = cotangents
+    d_output = jnp.zeros_like(inputs.x) if d_output is None else d_output
+    where = places(call, inputs)
+    return finish(call, inputs, where, (d_output, d_final), token_gradient(call, inputs, where, d_output))
+
+
+def finish(call: Call, inputs: Inputs, where: Places | None, cotangents: Any, found: Any) -> Inputs:
+    """All cotangents of the inputs, from what `token_gradient` has `found` and what reads and becomes states."""
+    (d_output, d_final), (d_x, d_weight, d_bias) = cotangents, found
     has_states = inputs.initial_state is not None and bool(call.history)
     d_heads = head_gradient(call, inputs, where, d_output) if has_states else None
     if where is not None and d_heads is not None:
-        d_sums = put(call, d_sums, *where.heads(call), d_heads)
-    # in reverse, as the last row weighs the token itself
-    d_weight = jnp.stack([(d_sums * tap.astype(call.sum_dtype)).sum((0, 1)) for tap in taps][::-1])
-    if where is not None and d_heads is not None:
-        d_weight += states_in_weight(call, inputs, where, d_heads)
-    d_bias = None if inputs.bias is None else d_sums.sum((0, 1))
-    d_x = _d_x(call, inputs, where, d_sums)
+        d_x, d_weight, d_bias = _with_heads(call, inputs, where, d_heads, found)
     d_states = initial_gradient(call, inputs, d_heads)
     if d_final is not None:
         d_x, d_states = final_gradient(call, where, d_final, d_x, d_states)
-    return Inputs(d_x, d_weight, d_bias, None if inputs.initial_state is None else d_states, None, None)
+    given = inputs.bias is not None, inputs.initial_state is not None
+    return Inputs(d_x, d_weight, d_bias if given[0] else None, d_states if given[1] else None, None, None)
+
+
+def _with_heads(
+    call: Call, inputs: Inputs, where: Places, d_heads: jax.Array, others: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of `x`, weight and bias from all tokens: those of the `others`, and of these that read states."""
+    (d_x, d_weight, d_bias), (at, there) = others, where.heads(call)
+    of_heads = _d_x(call, inputs, None, jnp.pad(d_heads, ((0, 0), (0, call.history), (0, 0))))
+    d_x = put(call, d_x, at, there, of_heads.astype(d_x.dtype), add=True)
+    products = [jnp.where(there[..., None], d_heads * tap, 0) for tap in head_taps(call, inputs, where)]
+    return d_x, d_weight + _sums_of_tokens(products), d_bias + d_heads.sum((0, 1))
+
+
+class _Block(NamedTuple):
+    """Cotangents of a block of tokens: of its sums `[B, tokens, D]`, and its part of those of weight and bias."""
+
+    sums: jax.Array
+    weight: jax.Array
+    bias: jax.Array
+
+
+def token_gradient(
+    call: Call, inputs: Inputs, where: Places | None, d_output: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of `x`, of the weight and of the bias, block by block, so that all between them is small.
+
+    Where rows hold several sequences, tokens that read initial states are left out.
+    """
+    T, H = call.tokens, call.history
+    block = min(T, max(_BLOCK, H))
+    x, d_output, zeros = _bits(inputs.x), _bits(d_output), jnp.zeros((call.batch, H, call.channels), call.sum_dtype)
+    used = None if where is None else where.used(call, inputs.initial_state is not None)
+    position = None if where is None else jnp.pad(where.position, ((0, 0), (0, H)), constant_values=-1)
+
+    def cut(each: jax.Array | None, start: Any, size: int) -> Any:
+        return None if each is None else lax.dynamic_slice_in_dim(each, start, size, 1)
+
+    def gradient(tokens: jax.Array, start: Any, size: int) -> _Block:
+        """Of the block that begins at `start`; `tokens` are its own and the `W - 1` before it."""
+        taps = _slices(call, tokens, cut(position, start, size))
+        d_sums = d_activated(call, _sums(call, inputs, taps), _of_bits(call, cut(d_output, start, size)))
+        if used is not None:
+            d_sums = jnp.where(cut(used, start, size)[..., None], d_sums, 0)
+        return _Block(d_sums, _sums_of_tokens([d_sums * tap for tap in taps]), d_sums.sum((0, 1)))
+
+    def put_tokens(d_x: jax.Array, d_sums: jax.Array, behind: jax.Array, start: Any) -> jax.Array:
+        """`d_x` with that of the block which begins at `start`, from the cotangents of its sums and of those behind."""
+        later = jnp.concatenate([d_sums, behind[:, :H]], 1)
+        found = _d_x(call, inputs, cut(position, start, later.shape[1]), later).astype(call.dtype)
+        return lax.dynamic_update_slice_in_dim(d_x, _bits(found), start, 1)
+
+    def step(i: Any, carry: tuple[jax.Array, _Block]) -> tuple[jax.Array, _Block]:
+        d_x, last = carry
+        found = gradient(cut(x, i * block - H, block + H), i * block, block)
+        d_x = put_tokens(d_x, last.sums, found.sums, (i - 1) * block)
+        return d_x, _Block(found.sums, last.weight + found.weight, last.bias + found.bias)
+
+    before = _bits(initial_states(call, inputs.initial_state if where is None else None, call.batch))
+    found = gradient(jnp.concatenate([before, x[:, :block]], 1), 0, block)
+    blocks, rest = divmod(T, block)
+    d_x = _varying.like(jnp.zeros_like(x), x)
+    if blocks > 1:
+        d_x, found = lax.fori_loop(1, blocks, step, (d_x, found))
+    d_weight, d_bias, end = found.weight, found.bias, (blocks - 1) * block
+    if rest:
+        tail = gradient(x[:, T - rest - H :], T - rest, rest)
+        d_x = put_tokens(d_x, found.sums, jnp.concatenate([tail.sums, zeros], 1), end)
+        found, d_weight, d_bias, end = tail, d_weight + tail.weight, d_bias + tail.bias, T - rest
+    return _of_bits(call, put_tokens(d_x, found.sums, zeros, end)), d_weight, d_bias
+
+
+def _sums_of_tokens(products: list[jax.Array]) -> jax.Array:
+    """The weight's cotangent `[W, D]` from each delay's products; the last row is the token's own."""
+    return jnp.stack([each.sum((0, 1)) for each in products[::-1]])
 
 
 def activated(call: Call, sums: jax.Array) -> jax.Array:
@@ -78,17 +165,38 @@ def d_activated(call: Call, sums: jax.Array, d_output: jax.Array) -> jax.Array:
     return d_output * (share * (1 + sums * (1 - share)))
 
 
-def _taps(call: Call, inputs: Inputs, where: Places | None) -> list[jax.Array]:
-    """`x` delayed by 0 … `W - 1` tokens, each `[B, T, D]`; 0 where that is another sequence's, or padding."""
-    x = inputs.x
-    if where is None:
-        before = initial_states(call, inputs.initial_state)
-    else:
-        before = jnp.zeros((call.batch, call.history, call.channels), x.dtype)
-    taps = _slices(call, before, x)
-    if where is None:
+def _taps(call: Call, before: jax.Array, x: jax.Array, position: jax.Array | None, join: Join) -> list[jax.Array]:
+    """As `_slices` of `x [B, T, D]` with `before [B, W - 1, D]` in front of it."""
+    # One array in memory, of which slices are added up. Fused with that, the concatenation would have branches, which
+    # decide whether a compiler contracts a product and a sum: then bits would depend on a call's length.
+    return _slices(call, lax.optimization_barrier(join([before, x], 1)), position)
+
+
+def _slices(call: Call, longer: jax.Array, position: jax.Array | None) -> list[jax.Array]:
+    """Tokens delayed by 0 … `W - 1` tokens, in the dtype of sums; `longer` has also the `W - 1` tokens before them.
+
+    They are 0 where `position` says that it is another sequence's token or padding.
+    """
+    T = longer.shape[1] - call.history
+    starts = [call.history - lag for lag in range(call.taps)]
+    taps = [_of_bits(call, longer[:, start : start + T]).astype(call.sum_dtype) for start in starts]
+    if position is None:
         return taps
-    return [jnp.where((where.position >= lag)[..., None], tap, 0) for lag, tap in enumerate(taps)]
+    return [jnp.where((position >= lag)[..., None], tap, 0) for lag, tap in enumerate(taps)]
+
+
+def _join_bits(arrays: list[jax.Array], axis: int) -> jax.Array:
+    return jnp.concatenate([_bits(each) for each in arrays], axis)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """`x` of 16 bits as integers of the same: on CPUs, XLA makes float32 of such floats before it moves them."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _of_bits(call: Call, x: jax.Array) -> jax.Array:
+    """Undoes `_bits`, if it was done."""
+    return lax.bitcast_convert_type(x, call.dtype) if x.dtype == jnp.uint16 else x
 
 
 def head_taps(call: Call, inputs: Inputs, where: Places | None) -> list[jax.Array]:
@@ -98,31 +206,22 @@ def head_taps(call: Call, inputs: Inputs, where: Places | None) -> list[jax.Arra
         heads = jnp.pad(inputs.x[:, : call.history], ((0, 0), (0, max(call.history - call.tokens, 0)), (0, 0)))
     else:
         heads = take(call, inputs.x, *where.heads(call))
-    return _slices(call, states, heads)
-
-
-def _slices(call: Call, before: jax.Array, x: jax.Array) -> list[jax.Array]:
-    """`x`, of any length, delayed by 0 … `W - 1` tokens, with `before` in front of it."""
-    # One array in memory, of which slices are added up. Fused with that, the concatenation would have branches, which
-    # decide whether a compiler contracts a product and a sum: then bits would depend on a call's length.
-    longer = jax.lax.optimization_barrier(jnp.concatenate([before, x], 1))
-    return [longer[:, call.history - lag : call.history - lag + x.shape[1]] for lag in range(call.taps)]
+    return _taps(call, states, heads, None, jnp.concatenate)
 
 
 def _sums(call: Call, inputs: Inputs, taps: list[jax.Array]) -> jax.Array:
     """What is activated, always added up in the same order."""
     weight = inputs.weight.astype(call.sum_dtype)[::-1, None, None]
-    first, *others = [tap.astype(call.sum_dtype) * row for tap, row in zip(taps, weight, strict=True)]
+    first, *others = [tap * row for tap, row in zip(taps, weight, strict=True)]
     sums = sum(others, first)
     return sums if inputs.bias is None else sums + inputs.bias.astype(call.sum_dtype)[None, None]
 
 
-def _d_x(call: Call, inputs: Inputs, where: Places | None, d_sums: jax.Array) -> jax.Array:
-    weight, T = inputs.weight.astype(call.sum_dtype)[::-1, None, None], call.tokens
-    longer = jnp.pad(d_sums, ((0, 0), (0, call.history), (0, 0)))
-    later = [longer[:, lag : lag + T] for lag in range(call.taps)]
-    if where is not None:
-        position = jnp.pad(where.position, ((0, 0), (0, call.history)), constant_values=-1)
+def _d_x(call: Call, inputs: Inputs, position: jax.Array | None, d_sums: jax.Array) -> jax.Array:
+    """The cotangent of tokens from those of sums, `[rows, tokens + W - 1, D]`: theirs, and `W - 1` behind them."""
+    weight, T = inputs.weight.astype(call.sum_dtype)[::-1, None, None], d_sums.shape[1] - call.history
+    later = [d_sums[:, lag : lag + T] for lag in range(call.taps)]
+    if position is not None:
         later = [jnp.where((position[:, lag : lag + T] >= lag)[..., None], each, 0) for lag, each in enumerate(later)]
     first, *others = [each * row for each, row in zip(later, weight, strict=True)]
     return sum(others, first)
@@ -139,20 +238,6 @@ def head_gradient(call: Call, inputs: Inputs, where: Places | None, d_output: ja
     return jnp.where(there[..., None], d_heads, 0)
 
 
-def states_in_weight(call: Call, inputs: Inputs, where: Places, d_heads: jax.Array) -> jax.Array:
-    """What initial states contribute to the weight's cotangent, `[W, D]`."""
-    _, there = where.heads(call)
-    states = initial_states(call, inputs.initial_state).astype(call.sum_dtype)
-    order = jnp.arange(call.history)[None]
-    rows = []
-    for lag in range(call.taps)[::-1]:
-        # the token in place `i` reads row `W - 1 - lag + i`, if that is one
-        read = jnp.pad(states[:, call.history - lag :], ((0, 0), (0, call.history - lag), (0, 0)))
-        reads = there & (order < lag)
-        rows.append(jnp.where(reads[..., None], read * d_heads, 0).sum((0, 1)))
-    return jnp.stack(rows)
-
-
 def initial_gradient(call: Call, inputs: Inputs, d_heads: jax.Array | None) -> jax.Array:
     """The cotangent of the initial states that comes from the output, `[N, W - 1, D]`."""
     d_states = jnp.zeros((call.sequences, call.history, call.channels), call.sum_dtype)
@@ -166,4 +251,4 @@ def initial_gradient(call: Call, inputs: Inputs, d_heads: jax.Array | None) -> j
     return d_states
 
 
-OP = Op(forward, lambda call, inputs: (forward(call, inputs), None), backward, forward)
+OP = Op(forward, lambda call, inputs: (forward(call, inputs), None), backward, reference)

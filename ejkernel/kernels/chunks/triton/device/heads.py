@@ -1,0 +1,23 @@
+"""Device code of single tokens: where a head's numbers stand, and its norm."""
+
+import triton
+import triton.language as tl
+
+SMALL = tl.constexpr(2.0**-96)
+MOST = tl.constexpr(2.0**120)
+
+
+@triton.jit
+def own_place(p_x, i_b, i_head, VIEW: tl.constexpr):
+    """Where the numbers of a head begin in `[rows, groups, width]`, as a `View` says."""
+    EACH: tl.constexpr = VIEW.heads // VIEW.groups
+    o_group = (i_b * VIEW.groups + i_head // EACH) * VIEW.width
+    return p_x + o_group + VIEW.offset + (i_head % EACH) * VIEW.dim
+
+
+@triton.jit
+def inverse_norm(b_squares, b_small_squares, EPSILON: tl.constexpr):
+    """One over the norm of what is multiplied by the second result, from sums of squares of which one may overflow."""
+    m_fits = b_squares < MOST
+    b_inverse = tl.rsqrt(tl.where(m_fits, b_squares + EPSILON, b_small_squares))
+    return b_inverse, tl.where(m_fits, 1.0, SMALL)

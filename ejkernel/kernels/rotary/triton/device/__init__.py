@@ -1,0 +1,1 @@
+"""Device code of a token's rotation; imported when it is launched."""

@@ -1,0 +1,1 @@
+"""Device code of a layer's step; imported when it is launched."""
