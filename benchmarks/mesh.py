@@ -3,7 +3,7 @@
 XLA compiles for devices of a topology that is only described, and so do Triton and Pallas. What is read off the
 compiled programs: collectives and their bytes, the kernels that a device launches, and its temporaries beside those of
 one device that has the whole call. No time: only chips can tell. GPUs need JAX's CUDA plugin (`jax[cuda12]`) and the
-extra `cuda`, but no driver; TPUs need `jax[tpu]`.
+extra `cuda`, but no driver; TPUs need `jax[tpu]`. Both need the extra `layers` and `orbax-checkpoint`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.mesh gpu --json benchmarks/results/gpu_mesh.json
     JAX_PLATFORMS=cpu python -m benchmarks.mesh tpu --json benchmarks/results/tpu_mesh.json
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,6 +66,10 @@ class Platform:
         else:
             where = {"topology_name": {1: "v5e:2x2", 4: "v5e:2x2", 16: "v5e:4x4"}[count]}
         return list(topologies.get_topology_desc(platform=self.lowering, **where).devices)[:count]
+
+    def kernels(self, text: str) -> int:
+        """How many of ours a compiled program calls."""
+        return text.count(f'custom_call_target="{self.kernel}"')
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...], kind: Any) -> Any:
         devices = np.array(self.devices(int(np.prod(shape)))).reshape(shape)
@@ -253,7 +258,7 @@ def row(platform: Platform, program: Any, call: Call, count: int, axes: str, sha
     found, kinds = hlo.collectives(text), collections.Counter[str]()
     for (kind, _), times in found.items():
         kinds[kind] += times
-    kernels = text.count(f'custom_call_target="{platform.kernel}"')
+    kernels = platform.kernels(text)
     held = program.memory_analysis().temp_size_in_bytes
     return Row(call.name, count, axes, sharded, direction, dict(kinds), hlo.totals(found)[1], kernels, held, 0)
 
@@ -283,6 +288,31 @@ def tokens(platform: Platform, call: Call) -> Iterator[Row]:
         yield row(platform, program, call, count, "Auto", "time", direction)
 
 
+# Of a training step of `examples/train_hybrid.py`: devices for rows and for heads, rows, tokens, width.
+STEP = {"gpu": (2, 2), "tpu": (4, 4)}
+ROWS, TOKENS, WIDTH = 16, 2048, 512
+
+
+def training_step(name: str) -> dict[str, Any]:
+    """Collectives of a training step of the hybrid in `examples`, rows over one axis and heads over the other."""
+    import optax
+    from flax import nnx
+
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_hybrid.py"))
+    platform, optimizer = PLATFORMS[name], optax.adamw(3e-3)
+    mesh = platform.mesh(STEP[name], ("data", "model"), EXPLICIT)
+    model = nnx.eval_shape(lambda: example["Model"](WIDTH, 2, nnx.Rngs(0)))
+    graph, parameters = nnx.split(model)
+    state = jax.eval_shape(lambda: example["initial"](parameters, optimizer))
+    row = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = example["stepper"](graph, optimizer).trace(example["placed"](state, mesh), row, row, row)
+        text = traced.lower(lowering_platforms=(platform.lowering,)).compile(platform.options).as_text()
+    moved = sorted((kind, size, times) for (kind, size), times in hlo.collectives(text).items())
+    tokens = ROWS * TOKENS * WIDTH * 2 // STEP[name][0]  # of what a device has between layers, bytes
+    return {"mesh": STEP[name], "between_layers": tokens, "moved": moved, "kernels": platform.kernels(text)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platform", choices=PLATFORMS)
@@ -296,8 +326,11 @@ def main() -> int:
             for one in kind(platform, each) if options.only in each.name else ():
                 print(one, flush=True)
                 found.append(dataclasses.asdict(one))
+        step = training_step(options.platform) if options.only in "training step" else None
+        print("training step", step)
     if options.json:
-        options.json.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=1) + "\n")
+        report = {"jax": jax.__version__, "rows": found, "training_step": step}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -265,6 +265,34 @@ def _mesh_time(file: str) -> Iterator[list[str]]:
         yield [_call(call), direction, _range(kernels), *said]
 
 
+def _mesh_step() -> Iterator[list[str]]:
+    """What a training step moves: what layers hand on, and the rest."""
+    steps = [_read(file)["training_step"] for file in ("gpu_mesh", "tpu_mesh")]
+    meshes = zip(("H200s", "v5e"), (step["mesh"] for step in steps), strict=True)
+    yield [
+        "a step moves",
+        *(f"{rows} by {heads} {what}" for what, (rows, heads) in meshes),
+    ]
+    for name, between in (
+        ("between layers", True),
+        ("gradients of parameters, and the loss", False),
+    ):
+        cells = [name]
+        for step in steps:
+            moved = [
+                each
+                for each in step["moved"]
+                if (each[1] == step["between_layers"]) == between
+            ]
+            kinds: dict[str, int] = {}
+            for kind, _, times in moved:
+                kinds[kind] = kinds.get(kind, 0) + times
+            total = sum(size * times for _, size, times in moved)
+            cells.append(_moves({"collectives": kinds, "moved": total}))
+        yield cells
+    yield ["kernels", *(str(step["kernels"]) for step in steps)]
+
+
 def _call(name: str) -> str:
     """A row's name, the op in it as code."""
     op, *options = name.split(", ", 1)
@@ -375,6 +403,7 @@ TABLES = {
     "tpu_convolution_compiled": lambda: _compiled("tpu_convolution_compiled"),
     "gpu_mesh": lambda: _mesh("gpu_mesh", "", memory=True),
     "gpu_mesh_time": lambda: _mesh_time("gpu_mesh"),
+    "mesh_step": _mesh_step,
     "tpu_mesh": lambda: _mesh("tpu_mesh", "Explicit", memory=False),
     "tpu_mesh_time": lambda: _mesh_time("tpu_mesh"),
     "layers": _layers,

@@ -56,6 +56,13 @@ def broadcast_rows(x: jax.Array, shape: tuple[int, ...], like: jax.Array) -> jax
     return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(rows, *kept)))
 
 
+def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x [..., dim]` for every head of `like [..., heads, any]`; sharded over `Explicit` axes as that is."""
+    shape, mesh = (*like.shape[:-1], x.shape[-1]), explicit_mesh(x, like)
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec_of(like)[:-1], None))
+    return jnp.broadcast_to(x[..., None, :], shape, out_sharding=sharding)
+
+
 def widest(*arrays: jax.Array) -> jax.Array:
     """The array `[…, heads, dim]` with the most heads, the first of several or of those without heads."""
     return max(arrays, key=lambda x: x.shape[-2:-1])

@@ -364,9 +364,10 @@ def errors():
 
 
 def layers():
-    from layer_checks import check  # makes layers, and needs Flax
+    from layer_checks import check, check_collectives  # makes layers, and needs Flax
 
     check()
+    check_collectives()
 
 
 if __name__ == "__main__":

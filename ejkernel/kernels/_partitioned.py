@@ -158,7 +158,7 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
     function = custom_partitioning(lambda *_: [jnp.zeros(each.shape, each.dtype) for each in results])
     letters = [call.dims()[name] for name in names], [each for _, each in outputs]
     takes, gives = body.operands.of(*letters), body.results.of(*letters)
-    function.def_partition(partition, sharding_rule=_rule(takes, operands, gives, results))
+    function.def_partition(partition, sharding_rule=_rule(call.batch, takes, operands, gives, results))
     return function
 
 
@@ -184,15 +184,25 @@ def _once(letters: str) -> str:
     return "".join("." if each in letters[:i] else each for i, each in enumerate(letters))
 
 
-def _rule(takes: Sequence[str], operands: Sequence[Any], gives: Sequence[str], results: Sequence[Any]) -> Any:
-    """How shardings propagate: dimensions of as many rows or as many heads are sharded alike, others for themselves."""
-    from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+def _rule(
+    batch: int, takes: Sequence[str], operands: Sequence[Any], gives: Sequence[str], results: Sequence[Any]
+) -> Any:
+    """How shardings propagate: dimensions of as many rows or as many heads are sharded alike, others for themselves.
 
-    others = itertools.count()
+    A residual may have several places for each row of the `batch`, and is sharded as the rows are.
+    """
+    from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+
+    others, sizes = itertools.count(), dict[str, Any]()
+
+    def factor(letter: str, size: int) -> Any:
+        if letter == "B" and size > batch > 1 and size % batch == 0:
+            places = f"x{next(others)}"
+            sizes[places] = size // batch
+            return CompoundFactor(f"B{batch}", places)
+        return f"{letter}{size}" if letter in "BH" and size > 1 else f"x{next(others)}"
 
     def factors(letters: str, array: Any) -> Any:
-        of_dims = zip(letters.ljust(array.ndim, "."), array.shape, strict=True)
-        named = (f"{each}{size}" if each in "BH" and size > 1 else f"x{next(others)}" for each, size in of_dims)
-        return ArrayMapping(*named)
+        return ArrayMapping(*map(factor, letters.ljust(array.ndim, "."), array.shape))
 
-    return SdyShardingRule(tuple(map(factors, takes, operands)), tuple(map(factors, gives, results)))
+    return SdyShardingRule(tuple(map(factors, takes, operands)), tuple(map(factors, gives, results)), **sizes)

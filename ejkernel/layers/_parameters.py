@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel._normalization import normalized
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
@@ -75,6 +75,8 @@ class Projection(nnx.Linear):
     """A linear map, whose output policies of `jax.checkpoint` know by the name `PROJECTED`."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        if out_sharding is None:
+            out_sharding = product_sharding(inputs, self.kernel[...])
         product = functools.partial(super().__call__, out_sharding=out_sharding)
         if math.prod(inputs.shape[:-1]) != 1:
             return checkpoint_name(product(inputs), PROJECTED)
@@ -84,6 +86,29 @@ class Projection(nnx.Linear):
             return product(jnp.concatenate([x, x], -2))[..., :1, :]
 
         return checkpoint_name(jax.lax.platform_dependent(inputs, cuda=of_two, default=product), PROJECTED)
+
+
+@jax.custom_jvp
+def _apart(arrays: Any) -> Any:
+    """The same arrays, of which XLA does not see that others have them too; of their gradients it does."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+@_apart.defjvp
+def _apart_jvp(primals: Any, tangents: Any) -> Any:
+    # so that gradients are added up before the sum over devices, which is one then
+    return _apart(*primals), tangents[0]
+
+
+def product_sharding(x: jax.Array, kernel: jax.Array) -> jax.NamedSharding | None:
+    """On a mesh with `Explicit` axes, how `x @ kernel` is sharded: as the rows of the one and the columns of the other.
+
+    What both are sharded along is summed.
+    """
+    mesh = _sharding.explicit_mesh(x, kernel)
+    if mesh is None:
+        return None
+    return jax.NamedSharding(mesh, jax.P(*_sharding.spec_of(x)[:-1], _sharding.spec_of(kernel)[-1]))
 
 
 def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: int = 1) -> list[jax.Array]:
@@ -99,9 +124,11 @@ def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: i
 
     def part(each: slice) -> jax.Array:
         own = merge_heads(split_heads(kernel, groups)[..., each])
-        # behind a barrier, or XLA joins small products with large ones, and copies both out of the result
-        tokens, own = jax.lax.optimization_barrier((x, own))
-        found = linear.dot_general(tokens, own, (((x.ndim - 1,), (0,)), ((), ())), precision=linear.precision)
+        # or XLA joins small products with large ones, and copies both out of the result
+        tokens, own = _apart((x, own))
+        dims = ((x.ndim - 1,), (0,)), ((), ())
+        sharding = product_sharding(x, own)
+        found = linear.dot_general(tokens, own, dims, precision=linear.precision, out_sharding=sharding)
         if bias is not None:
             found += matching(merge_heads(split_heads(bias, groups)[..., each]), found)
         return checkpoint_name(found, PROJECTED)
@@ -164,6 +191,13 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def repeated(x: jax.Array, times: int) -> jax.Array:
+    """Each head of `x [..., heads, dim]` several `times`, one after the other; they are sharded as `x` is."""
+    *rows, heads, dim = x.shape
+    shared = jnp.broadcast_to(x[..., None, :], (*rows, heads, times, dim))
+    return shared.reshape(*rows, heads * times, dim)
 
 
 def head_width(name: str, width: int, heads: int) -> int:

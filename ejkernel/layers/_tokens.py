@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel.kernels.chunks.segments import runs
 from ejkernel.layers._serving import RaggedBatch
 from ejkernel.xla_utils.utils import prepare_lens, prepare_token_indices
@@ -93,3 +93,17 @@ def next_position(x: jax.Array, start: jax.Array | None, sequences: Sequences) -
     some, goes_on = where.row_end > 0, begin == where.row_begin
     count = jnp.where(some, where.row_end - begin, 0).astype(start.dtype)
     return jnp.where(some & ~goes_on, count, start[:, None] + count)[:, 0]
+
+
+def stored(cache: jax.Array, tokens: jax.Array, at: jax.Array, fits: jax.Array) -> jax.Array:
+    """`cache [B, capacity, …]` with `tokens [B, T, …]` at the places `at` of their rows, if they fit there.
+
+    On a mesh with `Explicit` axes it is sharded as the tokens are.
+    """
+
+    def write(cache: jax.Array, tokens: jax.Array, at: jax.Array, fits: jax.Array) -> jax.Array:
+        # a negative index would count from the end; one past the capacity is dropped
+        place = (jnp.arange(len(at), dtype=at.dtype)[:, None], jnp.where(fits, at, cache.shape[1]))
+        return cache.at[place].set(tokens.astype(cache.dtype), mode="drop")
+
+    return _sharding.partitioned(write, _sharding.spec_of(tokens), cache, tokens, at, fits)

@@ -13,7 +13,7 @@ from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, recomputed, side_by_side, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, recomputed, repeated, side_by_side, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.layers._tokens import Sequences
@@ -101,7 +101,7 @@ class GatedLinearAttention(GatedOutputLayer):
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         query, key, value, recent = self._projected(x, state, sequences)
         gate = self._log_decay(self.gate_up(self.gate_down(x)))
-        gate = jnp.repeat(split_heads(gate, self.kv_heads), self.heads // self.kv_heads, axis=-2)
+        gate = repeated(split_heads(gate, self.kv_heads), self.heads // self.kv_heads)
         output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, **sequences.keywords)
         return self._gated(x, output), RecurrentState(memory, recent)
 

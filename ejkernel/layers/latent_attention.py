@@ -9,14 +9,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ejkernel import _checks
+from ejkernel import _checks, _sharding
 from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
 from ejkernel.layers._models import Published
 from ejkernel.layers._parameters import ParamInit, merge_heads, split_heads, wide
 from ejkernel.layers._rotary import rotary
 from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
-from ejkernel.layers._tokens import Sequences, layer_input, positions, without_padding
+from ejkernel.layers._tokens import Sequences, layer_input, positions, stored, without_padding
 from ejkernel.paged_attention import PagedCache, paged_attention
 
 OutputGate = Literal["head", "dim"]
@@ -198,9 +198,7 @@ class MultiHeadLatentAttention(Published):
         at = positions(x, cache.position, sequences)  # [B, T]
         query, latent = self._projected(x, at)
         fits = (at >= 0) & (at < cache.capacity)
-        # a negative index would count from the end; one past the capacity is dropped
-        place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
-        latents = cache.latent.at[place].set(latent.astype(cache.latent.dtype), mode="drop")
+        latents = stored(cache.latent, latent, at, fits)
         if x.shape[1] == 1:
             output = self._attend_to_latents(query, latents, cache.position)
         else:
@@ -229,8 +227,7 @@ class MultiHeadLatentAttention(Published):
         """Every head's keys and values, `[…, L, H, ·]`."""
         latent, shared = jnp.split(latent, [self.latent_dim], -1)
         key, value = jnp.split(split_heads(self.key_value(latent), self.heads), [self.key_dim], -1)
-        shared = jnp.broadcast_to(shared[..., None, :], (*key.shape[:-1], self.rotary_dim))
-        return jnp.concatenate([key, shared], -1), value
+        return jnp.concatenate([key, _sharding.broadcast_heads(shared, key)], -1), value
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         return flash_attention(query, key, value, causal=True, softmax_scale=self.softmax_scale, **options)

@@ -25,7 +25,7 @@ from ejkernel.layers._parameters import (
 )
 from ejkernel.layers._rotary import rotary
 from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
-from ejkernel.layers._tokens import Sequences, layer_input, positions, without_padding
+from ejkernel.layers._tokens import Sequences, layer_input, positions, stored, without_padding
 from ejkernel.paged_attention import PagedCache, paged_attention
 
 
@@ -218,10 +218,7 @@ class MultiHeadAttention(Published):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The output, and the cache's keys and values with those of these tokens."""
         query, key, value, gate = self._projected(x, at)
-        # a negative index would count from the end; one past the capacity is dropped
-        place = (jnp.arange(x.shape[0], dtype=at.dtype)[:, None], jnp.where(fits, at, cache.capacity))
-        keys = cache.key.at[place].set(key.astype(cache.key.dtype), mode="drop")
-        values = cache.value.at[place].set(value.astype(cache.value.dtype), mode="drop")
+        keys, values = stored(cache.key, key, at, fits), stored(cache.value, value, at, fits)
         # causality, counted from the first query's position, also hides the empty rest of the cache
         output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
         return self._finish(output, gate), (keys, values)
