@@ -1,8 +1,9 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared]]...
+python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared|+segments]]...
 
-One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU.
+One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU;
+`segments`: rows of several sequences.
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -59,13 +60,16 @@ def main(capability, dtype, dims, decay):
         shape |= {"H": 32, "shared": (1, 1, 32)}
     value_gate = "mild" if kind == "value" else None
     case = triton_cases.Case("compiled", decay=decay, dtype=dtype, value_gate=value_gate, **shape)
+    call, ids = case.call, None
+    if kind == "segments":
+        call, ids = replace(call, segmented=True), jnp.zeros((1, 256), jnp.int32)
     configure, filled = configs.configure, {"fill": 1} if kind == "shared" else {}
 
     def program():
-        arrays, cotangents = triton_cases.make(case)
+        (*arrays, _), cotangents = triton_cases.make(case)
         with mock.patch.object(configs, "configure", lambda *given: replace(configure(*given), **filled)):
             # lowered, not only traced: what a backward pass launches is found then
-            jax.jit(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents)).lower()
+            jax.jit(lambda: triton_cases.results(triton_gpu.run, call, [*arrays, ids], cotangents)).lower()
 
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
     return [(name, shared_memory(int(capability), *each)) for name, *each in found]

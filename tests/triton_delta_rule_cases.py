@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -96,15 +97,18 @@ def assert_exact_where_keys_are_alike(case, arrays, found, cotangents):
 
 
 def compiled_call(dtype, key_dim, value_dim, decay, tokens=256):
-    """A program that launches every kernel of a call of one head, and its gradients."""
+    """A program that launches every kernel of a call of one head, and its gradients; `+segments`: with ids."""
+    decay, _, segments = decay.partition("+")
     call = Call(1, tokens, 1, key_dim, value_dim, 1, False, decay, 0.1, False, np.dtype(jnp.dtype(dtype)))
+    call = replace(call, segmented=bool(segments))
     rows = (1, tokens, 1)
+    ids = jnp.zeros(rows[:2], jnp.int32) if segments else None
     gate = {"none": None, "head": jnp.zeros(rows), "key": jnp.zeros((*rows, key_dim))}[decay]
     query, value = jnp.zeros((*rows, key_dim), dtype), jnp.zeros((*rows, value_dim), dtype)
     arrays = query, query, value, jnp.zeros(rows), gate, jnp.zeros((1, 1, key_dim, value_dim))
 
     def program():
-        results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, None), *arrays)
+        results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, ids), *arrays)
         return pull(results)
 
     return program

@@ -21,8 +21,6 @@ _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.segmented:
-        return "rows of several sequences (segment_ids)"
     if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.key_dim > _LARGEST_KEY_DIM:

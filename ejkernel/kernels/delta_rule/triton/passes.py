@@ -66,6 +66,7 @@ def _walk(
         "inverse": systems.inverse,
         "weights": weights,
         "weak": systems.weak,
+        "any_weak": systems.any_weak,
         "own_query": x.query,
         "own_key": x.key,
     }
@@ -74,7 +75,7 @@ def _walk(
         "changed": {"squares": systems.squares},
         "more": {
             "added_rest": launcher.rows(call.value_dim, dtype) if keep else None,
-            "rests": launcher.chunked(config.chunk, config.chunk, dtype=dtype),
+            "rests": launcher.kept(config.chunk, dtype=dtype),
         },
     }
     kernel = device("walk").forward
@@ -166,6 +167,7 @@ def backward(
         "transposed": systems.transposed,
         "weights": kept.weights,
         "weak": systems.weak,
+        "any_weak": systems.any_weak,
         "squares": systems.squares,
         "rests": systems.rests,
     }
@@ -180,7 +182,7 @@ def backward(
             time="effects",
         ).d_start
         time, d_final = "segments", _scan_segments(launcher, effects, kept.transitions, d_final, back=True)
-    d_r, d_states, d_start = launcher.walk(
+    walked_back = launcher.walk(
         kernel,
         walked | {"d_final": d_final},
         {
@@ -201,9 +203,9 @@ def backward(
         "d_output": d_output,
         "added": kept.added,
         "added_rest": kept.added_rest,
-        "d_r": d_r,
+        "d_r": walked_back.d_r,
         "states": kept.states,
-        "d_states": d_states,
+        "d_states": walked_back.d_states,
         "squares": systems.squares,
     }
     if call.decay == "key":
@@ -218,7 +220,7 @@ def backward(
         d_gate = found.d_gate
         d_log_decay = _sum_parts(d_gate, x.log_decay) if keyed else d_gate.sum(-1).astype(x.log_decay.dtype)
     if pull is not None:
-        of_first, d_state = pull(d_start)
+        of_first, d_state = pull(walked_back.d_start)
         d_log_decay = None if d_log_decay is None else d_log_decay + of_first
     d_beta = found.d_beta.sum(-1).astype(x.beta.dtype)
     return Inputs(d_query, d_key, d_value, d_beta, d_log_decay, d_state, None)
@@ -247,7 +249,8 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     call, cut = launcher.call, launcher.by_parts()
     middle = given["strong"] is not None
-    flags = launcher.chunked(1 if middle else cdiv(call.key_dim, cut["key_block"]), dtype=jnp.int32)
+    number = 1 if middle else cdiv(call.key_dim, cut["key_block"])
+    flags = (launcher.kept if call.segmented else launcher.chunked)(number, dtype=jnp.int32)
     moving = {f"d_{name}": launcher.parts(given[name]) for name in ("query", "key", "gate")}
     others = {"d_value": launcher.values(), "d_beta": launcher.token_parts()}
     kernel, cut = device("key_gradients").gradients_keyed, cut | {"look": padded(call.heads * flags.shape[-1])}
@@ -274,7 +277,10 @@ def _step(launcher: Launcher, x: Inputs) -> Any:
     block = min(tile.rows, padded(call.value_dim))
     return launcher.launch(
         device("step").step,
-        {"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
+        {
+            **{"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
+            "ids": launcher.packing.ids,
+        },
         {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),

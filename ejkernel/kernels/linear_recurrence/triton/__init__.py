@@ -23,14 +23,15 @@ _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.segmented:
-        return "rows of several sequences (segment_ids)"
     if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.key_dim > _LARGEST_DIM:
         return f"a key dim above {_LARGEST_DIM} (K={call.key_dim})"
     if call.value_decay and call.value_dim > _LARGEST_DIM:
         return f"a value dim above {_LARGEST_DIM} that decays (V={call.value_dim})"
+    if call.segmented and call.value_decay and call.decay == "key":
+        # strong gates in one sequence would have XLA compute the others too, with other bits
+        return "rows of several sequences (segment_ids) whose key dims and value dims decay"
     if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
         return "an array without elements"
     if call.scale == 0 or not np.isfinite(call.scale):
@@ -90,9 +91,10 @@ def _of_value_dims(
     """The decay of a head, if it has one, as part of that of its value dims: `[B, T, H, V]`."""
     if log_decay is None:
         return value_log_decay
-    if call.decay == "constant" and cu_seqlens is None:
+    if call.decay == "constant" and not call.packed:
         log_decay = log_decay[:, None]
-    elif cu_seqlens is not None and call.decay == "constant":
+    elif call.decay == "constant":
+        assert cu_seqlens is not None
         sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
         log_decay = log_decay[jnp.minimum(sequence, call.sequences - 1)][None]
     return value_log_decay.astype(np.float32) + log_decay[..., None].astype(np.float32)

@@ -174,8 +174,9 @@ def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
 
 def _sum_tokens(call: Call, d_gate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """The gradient of one gate a sequence and head from one a token: `[B, T, H]` to `[N, H]`."""
-    if cu_seqlens is None:
+    if not call.packed:
         return d_gate.sum(1)
+    assert cu_seqlens is not None
     token = jnp.arange(call.tokens)[None, :, None]
     inside = (token >= cu_seqlens[:-1, None, None]) & (token < cu_seqlens[1:, None, None])
     return jnp.where(inside, d_gate, 0).sum(1)
@@ -205,7 +206,7 @@ def step(launcher: Launcher, x: Inputs) -> Any:
         device("step").step,
         {
             **{"query": x.query, "key": x.key, "value": x.value, "start": state},
-            **{"gate": x.log_decay, "value_gate": x.value_log_decay},
+            **{"gate": x.log_decay, "value_gate": x.value_log_decay, "ids": launcher.packing.ids},
         },
         {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
         # packed streams have one more sequence: the padding behind the last
