@@ -1,9 +1,10 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared|+segments]]...
+python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared|+segments|+pooled]]...
 
 One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU;
-`segments`: rows of several sequences.
+`segments`: rows of several sequences;
+`pooled`: states in slots of a pool.
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -22,6 +23,7 @@ from triton.compiler import ASTSource
 from triton_interpreter import DTYPES
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence.triton import configs
 
@@ -68,6 +70,12 @@ def main(capability, dtype, dims, decay):
     def program():
         (*arrays, _), cotangents = triton_cases.make(case)
         with mock.patch.object(configs, "configure", lambda *given: replace(configure(*given), **filled)):
+            if kind == "pooled":
+                slots = jnp.zeros((1, 1), jnp.int32)
+                others = jnp.asarray([0, 256], jnp.int32), jnp.zeros((3, 1, key_dim, value_dim)), slots[0], slots, slots
+                pooled = PooledCall(replace(call, packed=True), 1)
+                jax.jit(lambda: triton_gpu.run_pooled(pooled, *arrays[:5], *others)).lower()
+                return
             # lowered, not only traced: what a backward pass launches is found then
             jax.jit(lambda: triton_cases.results(triton_gpu.run, call, [*arrays, ids], cotangents)).lower()
 

@@ -94,6 +94,8 @@ SCRIPTS = [
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
         {"query_gradient", "key_gradients"},
     ),
+    ("triton_compile.py", [(90, "bfloat16", "128x128", "key+pooled")], {"hold", "step"}),
+    ("triton_compile_delta_rule.py", [(90, "float32", "64x24", "head+pooled")], {"hold", "step"}),
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
 ]
 # several to a process, which takes a while to start

@@ -87,6 +87,7 @@ class Constants:
     each: int = 1  # heads that a program goes through
     look: int = 1  # flags that it looks at, padded
     start: bool = False  # there is a state, or a cotangent, to start from
+    pooled: bool = False  # states are slots of a pool
     last: bool = False  # the cotangent of the first state is asked for
     keep: bool = False  # what the backward needs is stored
     back: bool = False  # from the last segment to the first

@@ -1,5 +1,6 @@
 """A call's forward and backward, as passes over its tokens."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
+from ejkernel.kernels.chunks.triton.packing import Packing
+from ejkernel.kernels.chunks.triton.pools import Slots
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
@@ -272,7 +275,16 @@ def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3).astype(like.dtype)
 
 
-def _step(launcher: Launcher, x: Inputs) -> Any:
+def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and pool, one token after the other."""
+    arrays: Any = *inputs, None, None
+    x = Inputs(*arrays)
+    launcher = replace(Launcher.of(call, Plan.of(call), x.query, x.key, x.value, None), packing=packing)
+    found = _step(launcher, x, slots)
+    return found.output, found.pool
+
+
+def _step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
     call, tile, state = launcher.call, launcher.config.step, x.initial_state
     block = min(tile.rows, padded(call.value_dim))
     return launcher.launch(
@@ -280,13 +292,18 @@ def _step(launcher: Launcher, x: Inputs) -> Any:
         {
             **{"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
             "ids": launcher.packing.ids,
+            **({} if slots is None else slots.inputs()),
         },
-        {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
+        {
+            "output": launcher.rows(call.value_dim, call.dtype),
+            **({"final": launcher.states()} if slots is None else slots.outputs()),
+        },
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        in_place={"final": state} if state is not None and state.dtype == F32 else None,
+        in_place=slots.in_place() if slots else {"final": state} if state is not None and state.dtype == F32 else None,
         key_block=padded(call.key_dim),
         value_block=block,
         start=state is not None,
+        pooled=slots is not None,
     )

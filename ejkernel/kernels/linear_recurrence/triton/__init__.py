@@ -9,6 +9,8 @@ import numpy as np
 
 from ejkernel.kernels import _launch, _varying
 from ejkernel.kernels.chunks.kernels import Kernels, recurrence
+from ejkernel.kernels.chunks.pools import PooledCall
+from ejkernel.kernels.chunks.triton import pools
 from ejkernel.kernels.chunks.triton.launching import at_most_float32
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -60,6 +62,16 @@ def run(
     kernels, plan = _kernels(inner)
     output, final = recurrence(kernels, inner, plan, Inputs(*arrays))
     return output.astype(call.dtype), final
+
+
+supports_pooled = pools.supports(supports)
+
+
+def run_pooled(pooled: PooledCall, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and pool; arrays as `PooledCall` lists them."""
+    call, operands = cast_inputs(pooled.call, *arrays)
+    output, states = pools.run(passes.pooled_step, call, *operands)
+    return output.astype(pooled.call.dtype), states
 
 
 def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:

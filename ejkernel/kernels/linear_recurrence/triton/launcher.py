@@ -92,6 +92,7 @@ class Constants:
     value_decay: bool = False
     reverse: bool = False
     start: bool = False  # there is a state to start from
+    pooled: bool = False  # states are slots of a pool
     last: bool = False  # the last state is wanted
     start_scale: float = 1.0
     last_scale: float = 1.0

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.places import token_of
+from ejkernel.kernels.chunks.triton.device.slots import read_slot, write_slots
 from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_id, load_token, locate_sequence
 
 
@@ -24,11 +25,15 @@ def step(p, CALL: tl.constexpr):
     o_v = (i_program % NV) * BV + tl.arange(0, BV)
     m_k = (o_k < K) & is_real
     m_v = (o_v < V) & is_real
-    o_state = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[:, None] * V + o_v[None, :]
+    o_head = o_k[:, None] * V + o_v[None, :]
+    o_state = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_head
     m_state = m_k[:, None] & m_v[None, :]
     b_state = tl.zeros([BK, BV], tl.float32)
     if CALL.start:
         b_state = tl.load(p.start + o_state, mask=m_state, other=0.0).to(tl.float32)
+    if CALL.pooled:
+        b_state = read_slot(p, i_n, i_h, o_head, m_state, CALL)
+        n_next = write_slots(p, b_state, i_n, i_h, 0, o_head, m_state, CALL)
     i_before = -1
     is_begun = i_n < 0
     for i_row in range(0, n_rows):
@@ -55,4 +60,8 @@ def step(p, CALL: tl.constexpr):
             b_state = tl.where(is_real, b_state, b_kept)
             b_out = tl.where(is_real, b_out, 0.0)
         tl.store(p.output + i_here * V + o_v, b_out.to(p.output.dtype.element_ty), mask=o_v < V)
-    tl.store(p.final + o_state, b_state, mask=m_state)
+        if CALL.pooled:
+            if i_row + 1 == n_next:
+                n_next = write_slots(p, b_state, i_n, i_h, n_next, o_head, m_state, CALL)
+    if not CALL.pooled:
+        tl.store(p.final + o_state, b_state, mask=m_state)
