@@ -64,6 +64,7 @@ def _recurrence(gate: tuple[int, ...] | None = None, **options: Any) -> Iterator
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
         yield _call(jnp.dtype(dtype).name, _qkv(dtype=dtype), **options)
     yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS, **options)
+    yield _call("rows of sequences: `segment_ids`", segment_ids=SEGMENTS, **options)
     yield _call("`reverse`", reverse=True, **options)
     yield _call("`initial_state`", initial_state=_float32(H, D, D), **options)
     yield _call("shared keys and values", _qkv(Hkv=2), **options)
@@ -96,6 +97,7 @@ def _delta_rule(gate: tuple[int, ...] | None) -> Iterator[Row]:
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
         yield _call(jnp.dtype(dtype).name, _qkv(dtype=dtype), **options)
     yield _call("packed: `cu_seqlens`", cu_seqlens=BORDERS, **options)
+    yield _call("rows of sequences: `segment_ids`", segment_ids=SEGMENTS, **options)
     yield _call("`reverse`", reverse=True, **options)
     yield _call("`initial_state`", initial_state=_float32(H, D, D), **options)
     yield _call("`normalize`", normalize=True, **options)

@@ -112,7 +112,7 @@ POOLS = [
     (POOL | {"writes": WRITES}, ValueError, r"writes: got shape \(2, 2\); expected \[B\] with B=2"),
     (POOL | {"writes": WRITES, "at": WRITES}, ValueError, "writes: got slot 1 twice"),
     (POOL | {"writes": WRITES, "at": ones(2, 2)}, TypeError, "at: got dtype float32"),
-    (POOL | {"platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: it has no pools of states"),
+    (POOL | {"platform": "pallas"}, ValueError, "platform: 'pallas' cannot serve this call: it has no pools of states"),
 ]
 IDS = np.zeros((2, 6), np.int32)
 SEGMENTS = [
@@ -122,7 +122,6 @@ SEGMENTS = [
     ({"segment_ids": IDS[0]}, ValueError, r"segment_ids: got shape \(6,\); expected \[B, T\] with B=2, T=6"),
     ({"segment_ids": IDS[:, :5]}, ValueError, r"segment_ids: got shape \(2, 5\); expected \[B, T\] with B=2, T=6"),
     ({"segment_ids": IDS, "cu_seqlens": CU}, ValueError, "segment_ids: got ids beside cu_seqlens; expected one of"),
-    ({"segment_ids": IDS, "platform": "triton"}, ValueError, "platform: 'triton' cannot serve this call: rows of sev"),
     ({"segment_ids": IDS, "platform": "pallas"}, ValueError, "platform: 'pallas' cannot serve this call: rows of sev"),
 ]
 if not jax.config.jax_enable_x64:

@@ -1,8 +1,10 @@
 """Compiles every kernel of a call for a GPU that need not be there, and prints the shared memory each program takes.
 
-python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared]]...
+python tests/triton_compile.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+value|+shared|+segments|+pooled]]...
 
-One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU.
+One line of JSON a call: the kernels by name, and KiB. `shared`: 32 heads on one query and key, which fill the GPU;
+`segments`: rows of several sequences;
+`pooled`: states in slots of a pool.
 
 A process of its own: once Triton interprets, as it does in other tests, it compiles no more.
 """
@@ -21,6 +23,7 @@ from triton.compiler import ASTSource
 from triton_interpreter import DTYPES
 
 from ejkernel.kernels import _launch
+from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
 from ejkernel.kernels.linear_recurrence.triton import configs
 
@@ -59,13 +62,22 @@ def main(capability, dtype, dims, decay):
         shape |= {"H": 32, "shared": (1, 1, 32)}
     value_gate = "mild" if kind == "value" else None
     case = triton_cases.Case("compiled", decay=decay, dtype=dtype, value_gate=value_gate, **shape)
+    call, ids = case.call, None
+    if kind == "segments":
+        call, ids = replace(call, segmented=True), jnp.zeros((1, 256), jnp.int32)
     configure, filled = configs.configure, {"fill": 1} if kind == "shared" else {}
 
     def program():
-        arrays, cotangents = triton_cases.make(case)
+        (*arrays, _), cotangents = triton_cases.make(case)
         with mock.patch.object(configs, "configure", lambda *given: replace(configure(*given), **filled)):
+            if kind == "pooled":
+                slots = jnp.zeros((1, 1), jnp.int32)
+                others = jnp.asarray([0, 256], jnp.int32), jnp.zeros((3, 1, key_dim, value_dim)), slots[0], slots, slots
+                pooled = PooledCall(replace(call, packed=True), 1)
+                jax.jit(lambda: triton_gpu.run_pooled(pooled, *arrays[:5], *others)).lower()
+                return
             # lowered, not only traced: what a backward pass launches is found then
-            jax.jit(lambda: triton_cases.results(triton_gpu.run, case.call, list(arrays), cotangents)).lower()
+            jax.jit(lambda: triton_cases.results(triton_gpu.run, call, [*arrays, ids], cotangents)).lower()
 
     found = [(each[0].fn.__name__, *each) for each in launches(int(capability), program)]
     return [(name, shared_memory(int(capability), *each)) for name, *each in found]

@@ -1,6 +1,6 @@
 """Compiles every kernel of a call of the delta rule, as `triton_compile.py` does those of the linear recurrence.
 
-python tests/triton_compile_delta_rule.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY]...
+python tests/triton_compile_delta_rule.py [CAPABILITY DTYPE KEY_DIMxVALUE_DIM DECAY[+segments|+pooled]]...
 """
 
 import jax

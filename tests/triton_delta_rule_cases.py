@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import oracle
 
 import ejkernel
+from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
 
@@ -96,15 +98,25 @@ def assert_exact_where_keys_are_alike(case, arrays, found, cotangents):
 
 
 def compiled_call(dtype, key_dim, value_dim, decay, tokens=256):
-    """A program that launches every kernel of a call of one head, and its gradients."""
+    """A program that launches every kernel of a call of one head, and its gradients.
+
+    `+segments`: rows of several sequences; `+pooled`: without gradients, and with states in slots of a pool.
+    """
+    decay, _, kind = decay.partition("+")
     call = Call(1, tokens, 1, key_dim, value_dim, 1, False, decay, 0.1, False, np.dtype(jnp.dtype(dtype)))
+    call = replace(call, segmented=kind == "segments", packed=kind == "pooled")
     rows = (1, tokens, 1)
+    ids = jnp.zeros(rows[:2], jnp.int32) if call.segmented else None
     gate = {"none": None, "head": jnp.zeros(rows), "key": jnp.zeros((*rows, key_dim))}[decay]
     query, value = jnp.zeros((*rows, key_dim), dtype), jnp.zeros((*rows, value_dim), dtype)
     arrays = query, query, value, jnp.zeros(rows), gate, jnp.zeros((1, 1, key_dim, value_dim))
 
     def program():
-        results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, None), *arrays)
+        if kind == "pooled":
+            slots = jnp.zeros((1, 1), jnp.int32)
+            others = jnp.asarray([0, tokens], jnp.int32), jnp.zeros((3, 1, key_dim, value_dim)), slots[0], slots, slots
+            return triton_gpu.run_pooled(PooledCall(call, 1), *arrays[:-1], *others)
+        results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, ids), *arrays)
         return pull(results)
 
     return program

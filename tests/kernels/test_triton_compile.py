@@ -21,6 +21,9 @@ EVERY = [
     *itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "512x512"), DECAYS),
     *itertools.product((80, 90, 120), DTYPES, SMALL, DECAYS),
     *itertools.product((90, 100), ("bfloat16",), ("128x64",), ("head+shared",)),
+    *itertools.product(
+        (80, 90, 120), ("bfloat16", "float32"), ("128x128",), [f"{each}+segments" for each in DECAYS[:4]]
+    ),
 ]
 # the tightest of each kind of memory, and what warps and warpgroups multiply side by side; the rest takes minutes
 FEW = [
@@ -32,10 +35,12 @@ FEW = [
     (90, "bfloat16", "24x24", "head+value"),
     (90, "bfloat16", "128x64", "head+shared"),
     (90, "float16", "8x1", "key"),
+    (90, "bfloat16", "128x128", "head+segments"),
+    (90, "bfloat16", "64x64", "key+segments"),
 ]
 
 
-DELTA_DECAYS = ("none", "head", "key")
+DELTA_DECAYS = ("none", "head", "key", "none+segments", "head+segments", "key+segments")
 EVERY_DELTA_RULE = list(
     itertools.product(KIBIBYTES, ("bfloat16", "float32"), ("128x128", "256x256", "64x512", "24x8"), DELTA_DECAYS)
 )
@@ -43,6 +48,8 @@ FEW_DELTA_RULE = [
     (90, "bfloat16", "128x128", "head"),
     (89, "float32", "256x256", "key"),
     (100, "bfloat16", "64x64", "key"),
+    (90, "bfloat16", "64x64", "head+segments"),
+    (90, "bfloat16", "128x128", "key+segments"),
 ]
 
 
@@ -101,6 +108,8 @@ SCRIPTS = [
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
         {"query_gradient", "key_gradients"},
     ),
+    ("triton_compile.py", [(90, "bfloat16", "128x128", "key+pooled")], {"hold", "step"}),
+    ("triton_compile_delta_rule.py", [(90, "float32", "64x24", "head+pooled")], {"hold", "step"}),
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
     ("triton_compile_step.py", EVERY_STEP if THOROUGH else FEW_STEP, {"step"}),
     ("triton_compile_step.py", EVERY_ROTARY if THOROUGH else FEW_ROTARY, {"rotate_and_store"}),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ejkernel._dispatch import Implementation
+from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks import token_walk
 from ejkernel.kernels.chunks.call import Call
@@ -205,8 +205,8 @@ class ChunkWalk(NamedTuple):
         return jnp.repeat(jnp.moveaxis(x, 1, 2), self.call.heads // x.shape[2], axis=1)
 
 
-def implementations(recurrence: Recurrence) -> tuple[Implementation, ...]:
-    """The implementations of a recurrence's calls with pools; kernels have none yet, and say so."""
+def implementations(recurrence: Recurrence, triton: str) -> tuple[Implementation, ...]:
+    """The implementations of a recurrence's calls with pools; `triton` is the module of its Triton kernels."""
 
     def run_here(call: PooledCall, *arrays: jax.Array | None) -> Results:
         return run(recurrence, call, *arrays)
@@ -216,6 +216,8 @@ def implementations(recurrence: Recurrence) -> tuple[Implementation, ...]:
 
     return (
         Implementation("pallas", ("tpu",), refused, run_here),
-        Implementation("triton", ("cuda",), refused, run_here),
+        Implementation(
+            "triton", ("cuda",), Later(triton, "supports_pooled"), Later(triton, "run_pooled"), splits=False
+        ),
         Implementation("xla", None, lambda call: None, run_here),
     )

@@ -28,4 +28,4 @@ IMPLEMENTATIONS = (
     Implementation("xla", None, xla.supports, xla.run, xla_phases.PHASES),
 )
 # Of calls that read and write slots of a pool of states.
-POOLED = pools.implementations(RECURRENCE)
+POOLED = pools.implementations(RECURRENCE, _TRITON)

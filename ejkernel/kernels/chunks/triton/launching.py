@@ -55,6 +55,23 @@ class Launcher:
         """States of every sequence and head."""
         return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
 
+    def kept(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+        """Of every chunk's rows and every head: by chunks, or by rows where these hold several sequences."""
+        call = self.call
+        if call.segmented:
+            return shape(call.batch, call.heads, call.tokens, *sizes, dtype=dtype)
+        return shape(self.blocks(self.config.chunk), call.heads, self.config.chunk, *sizes, dtype=dtype)
+
+    def flags(self) -> jax.ShapeDtypeStruct:
+        """Of every chunk and head; a listed chunk's is that of its first row."""
+        if self.call.segmented:
+            return self.kept(dtype=jnp.int32)
+        return shape(self.blocks(self.config.chunk), self.call.heads, dtype=jnp.int32)
+
+    def any_flags(self) -> jax.ShapeDtypeStruct | None:
+        """Of listed chunks: whether any of those that begin in a chunk's size is flagged."""
+        return shape(self.blocks(self.config.chunk), self.call.heads, dtype=jnp.int32) if self.call.segmented else None
+
     def launch(
         self,
         kernel: Any,
@@ -68,7 +85,9 @@ class Launcher:
         **constants: Any,
     ) -> Any:
         """Runs `kernel` over blocks of `length` tokens, with these of its constants other than the call has them."""
-        places = {"packing": self.packing.table, "owner": self.packing.owners.get(length)}
+        found = self.packing
+        places = {"packing": found.table, "owner": found.owners.get(length)}
+        places |= {"chunks": found.chunks, "before": found.before}
         sizes = {"T": self.call.tokens, "N": self.call.sequences, "L": self.plan.segment}
         return _launch.launch(
             kernel,

@@ -68,6 +68,7 @@ class Constants:
     decay: Decay
     scale: float
     packed: bool
+    listed: bool  # rows hold several sequences, and their chunks are listed
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
     middle: bool  # one gate a key dim, folded against the middle of a chunk
@@ -86,6 +87,7 @@ class Constants:
     each: int = 1  # heads that a program goes through
     look: int = 1  # flags that it looks at, padded
     start: bool = False  # there is a state, or a cotangent, to start from
+    pooled: bool = False  # states are slots of a pool
     last: bool = False  # the cotangent of the first state is asked for
     keep: bool = False  # what the backward needs is stored
     back: bool = False  # from the last segment to the first
@@ -114,7 +116,8 @@ class Launcher(launching.Launcher):
             decay=call.decay,
             scale=float(call.scale),
             packed=call.packed,
-            whole=not call.packed and call.tokens % config.chunk == 0,
+            listed=call.segmented,
+            whole=not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
             flip=call.reverse,
             # float16 has too small a range for that, and float32 more digits than products of that
             middle=call.decay == "key" and call.dtype == jnp.bfloat16,
@@ -130,7 +133,7 @@ class Launcher(launching.Launcher):
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk, plan.segment
-        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), constants)
+        return Launcher(call, plan, Packing.of_call(call, cu_seqlens, lengths), constants)
 
     def heads_a_program(self) -> int:
         """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
@@ -172,6 +175,13 @@ class Launcher(launching.Launcher):
         """Of every chunk and head."""
         return shape(self.blocks(self.config.chunk), self.call.heads, *sizes, dtype=dtype)
 
+    def weights(self, number: int) -> jax.ShapeDtypeStruct:
+        """So many numbers of every chunk's rows, each for all of them: by chunks, or by rows with several sequences."""
+        call = self.call
+        if call.segmented:
+            return shape(call.batch, call.heads, number, call.tokens)
+        return self.chunked(number, self.config.chunk)
+
     def segments(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of every time segment and head, rows of key dims."""
         return shape(self.blocks(self.plan.segment), self.call.heads, rows, self.call.key_dim)
@@ -205,6 +215,10 @@ class Launcher(launching.Launcher):
         """A block of value dims, or of as many `further` rows, a program."""
         block, length = min(tile.rows, padded(self.call.value_dim)), self.plan.segment
         parts = cdiv(self.call.value_dim, block) + cdiv(further, block)
+        if rest.get("keys_coincide") and self.call.segmented:
+            # where each program marks the sequences that it gives results for
+            marks = shape(self.call.batch, self.call.heads, parts, self.call.tokens, dtype=jnp.int32)
+            arrays = arrays[0], {**arrays[1], "mine": marks}
         return self.launch(
             kernel,
             *arrays,

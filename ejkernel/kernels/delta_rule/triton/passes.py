@@ -1,5 +1,6 @@
 """A call's forward and backward, as passes over its tokens."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
+from ejkernel.kernels.chunks.triton.packing import Packing
+from ejkernel.kernels.chunks.triton.pools import Slots
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
@@ -66,6 +69,7 @@ def _walk(
         "inverse": systems.inverse,
         "weights": weights,
         "weak": systems.weak,
+        "any_weak": systems.any_weak,
         "own_query": x.query,
         "own_key": x.key,
     }
@@ -74,7 +78,7 @@ def _walk(
         "changed": {"squares": systems.squares},
         "more": {
             "added_rest": launcher.rows(call.value_dim, dtype) if keep else None,
-            "rests": launcher.chunked(config.chunk, config.chunk, dtype=dtype),
+            "rests": launcher.kept(config.chunk, dtype=dtype),
         },
     }
     kernel = device("walk").forward
@@ -166,6 +170,7 @@ def backward(
         "transposed": systems.transposed,
         "weights": kept.weights,
         "weak": systems.weak,
+        "any_weak": systems.any_weak,
         "squares": systems.squares,
         "rests": systems.rests,
     }
@@ -180,7 +185,7 @@ def backward(
             time="effects",
         ).d_start
         time, d_final = "segments", _scan_segments(launcher, effects, kept.transitions, d_final, back=True)
-    d_r, d_states, d_start = launcher.walk(
+    walked_back = launcher.walk(
         kernel,
         walked | {"d_final": d_final},
         {
@@ -201,9 +206,9 @@ def backward(
         "d_output": d_output,
         "added": kept.added,
         "added_rest": kept.added_rest,
-        "d_r": d_r,
+        "d_r": walked_back.d_r,
         "states": kept.states,
-        "d_states": d_states,
+        "d_states": walked_back.d_states,
         "squares": systems.squares,
     }
     if call.decay == "key":
@@ -218,7 +223,7 @@ def backward(
         d_gate = found.d_gate
         d_log_decay = _sum_parts(d_gate, x.log_decay) if keyed else d_gate.sum(-1).astype(x.log_decay.dtype)
     if pull is not None:
-        of_first, d_state = pull(d_start)
+        of_first, d_state = pull(walked_back.d_start)
         d_log_decay = None if d_log_decay is None else d_log_decay + of_first
     d_beta = found.d_beta.sum(-1).astype(x.beta.dtype)
     return Inputs(d_query, d_key, d_value, d_beta, d_log_decay, d_state, None)
@@ -247,7 +252,8 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     call, cut = launcher.call, launcher.by_parts()
     middle = given["strong"] is not None
-    flags = launcher.chunked(1 if middle else cdiv(call.key_dim, cut["key_block"]), dtype=jnp.int32)
+    number = 1 if middle else cdiv(call.key_dim, cut["key_block"])
+    flags = (launcher.kept if call.segmented else launcher.chunked)(number, dtype=jnp.int32)
     moving = {f"d_{name}": launcher.parts(given[name]) for name in ("query", "key", "gate")}
     others = {"d_value": launcher.values(), "d_beta": launcher.token_parts()}
     kernel, cut = device("key_gradients").gradients_keyed, cut | {"look": padded(call.heads * flags.shape[-1])}
@@ -269,18 +275,35 @@ def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3).astype(like.dtype)
 
 
-def _step(launcher: Launcher, x: Inputs) -> Any:
+def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and pool, one token after the other."""
+    arrays: Any = *inputs, None, None
+    x = Inputs(*arrays)
+    launcher = replace(Launcher.of(call, Plan.of(call), x.query, x.key, x.value, None), packing=packing)
+    found = _step(launcher, x, slots)
+    return found.output, found.pool
+
+
+def _step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
     call, tile, state = launcher.call, launcher.config.step, x.initial_state
     block = min(tile.rows, padded(call.value_dim))
     return launcher.launch(
         device("step").step,
-        {"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
-        {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
+        {
+            **{"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
+            "ids": launcher.packing.ids,
+            **({} if slots is None else slots.inputs()),
+        },
+        {
+            "output": launcher.rows(call.value_dim, call.dtype),
+            **({"final": launcher.states()} if slots is None else slots.outputs()),
+        },
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        in_place={"final": state} if state is not None and state.dtype == F32 else None,
+        in_place=slots.in_place() if slots else {"final": state} if state is not None and state.dtype == F32 else None,
         key_block=padded(call.key_dim),
         value_block=block,
         start=state is not None,
+        pooled=slots is not None,
     )

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, device
@@ -21,6 +20,7 @@ class Folded(NamedTuple):
     write: jax.Array | None = None  # keys up to there or to a chunk's end [B, T, H, K], or the same as keys
     factors: jax.Array | None = None  # of states: until there, until they are written to, and then [chunks, H, 3, K]
     strong: jax.Array | None = None  # which chunks have gates too strong to meet states in their middle [chunks, H]
+    any_strong: jax.Array | None = None  # the same of listed chunks, by where they begin [chunks, H]
 
 
 class Systems(NamedTuple):
@@ -31,6 +31,7 @@ class Systems(NamedTuple):
     transposed: jax.Array  # inverses, for the way back [chunks, H, C, C]
     squares: jax.Array | None = None  # of systems' rows, by which keys coincide [chunks, H, C]
     weak: jax.Array | None = None  # with one gate a head, where that may be so, and where there are squares [chunks, H]
+    any_weak: jax.Array | None = None  # the same of listed chunks, by where they begin [chunks, H]
     rests: jax.Array | None = None  # what rounding has taken off reads and inverses there [chunks, H, C, C]
 
 
@@ -51,7 +52,7 @@ def solve(
     found = launcher.launch(
         device("system").solve,
         given | {"known": None if known is None else known.weights},
-        outputs | {"weights": launcher.chunked(WEIGHTS, chunk) if known is None else None},
+        outputs | {"weights": launcher.weights(WEIGHTS) if known is None else None},
         programs=launcher.blocks(chunk) * heads // each,
         tile=launcher.config.system,
         length=chunk,
@@ -60,19 +61,20 @@ def solve(
         each=each,
     )
     weighed = known or found
-    systems = Systems(found.reads, found.inverse, found.transposed, weighed.squares, known and known.weak)
+    weak = {} if known is None else {"weak": known.weak, "any_weak": known.any_weak}
+    systems = Systems(found.reads, found.inverse, found.transposed, weighed.squares, **weak)
     return systems, weighed.weights, Folded(query, key)
 
 
 def _systems(launcher: Launcher, keep: bool) -> dict[str, Any]:
     """What queries read, the systems' inverses, if to be kept, these transposed, and squares of the systems' rows."""
     chunk = launcher.config.chunk
-    square = launcher.chunked(chunk, chunk)
+    square = launcher.kept(chunk)
     return {
-        "reads": launcher.chunked(chunk, chunk, dtype=launcher.call.dtype),
+        "reads": launcher.kept(chunk, dtype=launcher.call.dtype),
         "inverse": square,
         "transposed": square if keep else None,
-        "squares": launcher.chunked(chunk) if launcher.constants.keys_may_coincide else None,
+        "squares": launcher.kept() if launcher.constants.keys_may_coincide else None,
     }
 
 
@@ -80,10 +82,12 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
     """`solve` where key dims have gates."""
     call, config = launcher.call, launcher.config
     chunk, blocks = config.chunk, launcher.blocks(config.chunk)
-    hat, weights = launcher.rows(call.key_dim, call.dtype), launcher.chunked(WEIGHTS, chunk)
+    hat, weights = launcher.rows(call.key_dim, call.dtype), launcher.weights(WEIGHTS)
     systems = _systems(launcher, keep)
     squares = {"squares": systems.pop("squares")}
-    folds = {"folded_query": hat, "recall": hat, "write": hat, "factors": launcher.chunked(3, call.key_dim)}
+    # of listed chunks, also 1 for those that leave a state as it is
+    folds = {"folded_query": hat, "recall": hat, "write": hat}
+    folds["factors"] = launcher.chunked(3 + call.segmented, call.key_dim)
     cut: dict[str, Any] = {"length": chunk, "keep": keep}
     exact = cut | {"tile": config.gated, "key_block": min(config.gated.rows, padded(call.key_dim))}
     kernel = device("key_gates").solve_keyed
@@ -96,7 +100,10 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
     folded = launcher.launch(
         device("folding").solve_folded,
         given,
-        {**systems, **squares, **folds, "weights": weights, "strong": launcher.chunked(dtype=jnp.int32)},
+        {
+            **{**systems, **squares, **folds, "weights": weights},
+            **{"strong": launcher.flags(), "any_strong": launcher.any_flags()},
+        },
         programs=blocks * call.heads,
         tile=Tile(padded(call.key_dim)),
         key_block=padded(call.key_dim),
@@ -104,7 +111,7 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
     )
     found = launcher.launch(
         kernel,
-        given | {"strong": folded.strong},
+        given | {"strong": folded.strong, "any_strong": folded.any_strong},
         {**systems, **folds},
         programs=blocks,
         in_place={name: each for name in (*systems, *folds) if (each := getattr(folded, name)) is not None},
@@ -112,7 +119,8 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
         strong=True,
         **exact,
     )
-    hats = Folded(found.folded_query, found.recall, found.write, found.factors, folded.strong)
+    strong = folded.strong, folded.any_strong
+    hats = Folded(found.folded_query, found.recall, found.write, found.factors, *strong)
     solved = Systems(found.reads, found.inverse, found.transposed, folded.squares)
     return solved, folded.weights, hats
 
@@ -125,9 +133,10 @@ def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> Any:
         device("decays").weigh,
         {"beta": beta, "gate": log_decay},
         {
-            "weights": launcher.chunked(WEIGHTS, chunk),
-            "weak": launcher.chunked(dtype=jnp.int32) if coincide else None,
-            "squares": launcher.chunked(chunk) if coincide else None,
+            "weights": launcher.weights(WEIGHTS),
+            "weak": launcher.flags() if coincide else None,
+            "any_weak": launcher.any_flags() if coincide else None,
+            "squares": launcher.kept() if coincide else None,
         },
         programs=launcher.blocks(chunk) * cdiv(heads, block),
         tile=Tile(block),

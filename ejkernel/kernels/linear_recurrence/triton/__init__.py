@@ -9,6 +9,8 @@ import numpy as np
 
 from ejkernel.kernels import _launch, _varying
 from ejkernel.kernels.chunks.kernels import Kernels, recurrence
+from ejkernel.kernels.chunks.pools import PooledCall
+from ejkernel.kernels.chunks.triton import pools
 from ejkernel.kernels.chunks.triton.launching import at_most_float32
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -23,14 +25,15 @@ _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.segmented:
-        return "rows of several sequences (segment_ids)"
     if call.dtype not in _DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.key_dim > _LARGEST_DIM:
         return f"a key dim above {_LARGEST_DIM} (K={call.key_dim})"
     if call.value_decay and call.value_dim > _LARGEST_DIM:
         return f"a value dim above {_LARGEST_DIM} that decays (V={call.value_dim})"
+    if call.segmented and call.value_decay and call.decay == "key":
+        # strong gates in one sequence would have XLA compute the others too, with other bits
+        return "rows of several sequences (segment_ids) whose key dims and value dims decay"
     if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
         return "an array without elements"
     if call.scale == 0 or not np.isfinite(call.scale):
@@ -59,6 +62,16 @@ def run(
     kernels, plan = _kernels(inner)
     output, final = recurrence(kernels, inner, plan, Inputs(*arrays))
     return output.astype(call.dtype), final
+
+
+supports_pooled = pools.supports(supports)
+
+
+def run_pooled(pooled: PooledCall, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and pool; arrays as `PooledCall` lists them."""
+    call, operands = cast_inputs(pooled.call, *arrays)
+    output, states = pools.run(passes.pooled_step, call, *operands)
+    return output.astype(pooled.call.dtype), states
 
 
 def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
@@ -90,9 +103,10 @@ def _of_value_dims(
     """The decay of a head, if it has one, as part of that of its value dims: `[B, T, H, V]`."""
     if log_decay is None:
         return value_log_decay
-    if call.decay == "constant" and cu_seqlens is None:
+    if call.decay == "constant" and not call.packed:
         log_decay = log_decay[:, None]
-    elif cu_seqlens is not None and call.decay == "constant":
+    elif call.decay == "constant":
+        assert cu_seqlens is not None
         sequence = prepare_sequence_ids(cu_seqlens, total_tokens=call.tokens)
         log_decay = log_decay[jnp.minimum(sequence, call.sequences - 1)][None]
     return value_log_decay.astype(np.float32) + log_decay[..., None].astype(np.float32)

@@ -23,6 +23,7 @@ def applies(launcher: Launcher, query: jax.Array, key: jax.Array) -> bool:
     call, plan = launcher.call, launcher.plan
     shared = query.shape[2] == key.shape[2] and call.heads >= FEWEST * key.shape[2]
     timed = call.decay == "head" and launcher.by_token and call.value_dim <= 64 and not plan.segmented(call)
+    timed = timed and not call.segmented
     return shared and timed and launcher.blocks(plan.config.chunk) * key.shape[2] >= plan.config.fill
 
 

@@ -21,6 +21,7 @@ class Gates:
     within: jax.Array | None = None  # constant: gates [N, H]; head: weights [chunks, H, C, 4]; key: scores [.., C, C]
     factors: jax.Array | None = None  # decays of a state through each chunk [chunks, H, 2], or both ways [.., 4, K]
     flag: jax.Array | None = None  # whether a chunk's gates are too strong for one reference [chunks, H]
+    any_flag: jax.Array | None = None  # of listed chunks, by where they begin [chunks, H]
     late: jax.Array | None = None  # key: log decay of each chunk's later half [chunks, H, K]
 
 
@@ -43,9 +44,10 @@ def fold_head_gates(launcher: Launcher, log_decay: jax.Array) -> Gates:
         device("head_gates").fold_head_gates,
         {"gate": log_decay},
         {
-            "weights": shape(chunks, heads, chunk, 4),
+            "weights": launcher.kept(4),
             "factors": shape(chunks, heads, 2),
-            "flag": shape(chunks, heads, dtype=jnp.int32),
+            "flag": launcher.flags(),
+            "any_flag": launcher.any_flags(),
         },
         programs=chunks * cdiv(heads, block),
         tile=Tile(block, warps=1),
@@ -53,7 +55,7 @@ def fold_head_gates(launcher: Launcher, log_decay: jax.Array) -> Gates:
         head_block=block,
         limit=config.limit,
     )
-    return Gates(found.weights, found.factors, found.flag)
+    return Gates(found.weights, found.factors, found.flag, any_flag=found.any_flag)
 
 
 def head_gate_gradient(
@@ -126,9 +128,12 @@ def fold_key_gates(
         given,
         {
             **hats,
-            "factors": shape(chunks, heads, 4, dim),
-            "late": shape(chunks, heads, dim),
-            "flag": shape(chunks, heads, dtype=jnp.int32),
+            # of listed chunks, also 1 for those that leave a state as it is
+            "factors": shape(chunks, heads, 4 + launcher.call.segmented, dim),
+            # listed chunks may be more than what states are kept of, and sum it up themselves
+            "late": None if launcher.call.segmented else shape(chunks, heads, dim),
+            "flag": launcher.flags(),
+            "any_flag": launcher.any_flags(),
         },
         programs=chunks * heads,
         tile=Tile(padded(dim), warps=max(1, padded(dim) // 128)),
@@ -136,13 +141,13 @@ def fold_key_gates(
         limit=limit or config.limit,
         **shared,
     )
-    gates = {"factors": found.factors, "late": found.late, "flag": found.flag}
+    gates = {"factors": found.factors, "late": found.late, "flag": found.flag, "any_flag": found.any_flag}
     if limit:
         return found.q_hat, found.k_hat, Gates(**gates)
     exact = launcher.launch(
         device("strong_key_gates").exact_scores,
-        given | {"flag": found.flag},
-        {**hats, "score": shape(chunks, heads, chunk, chunk, dtype=dtype)},
+        given | {"flag": found.flag, "any_flag": found.any_flag},
+        {**hats, "score": launcher.kept(chunk, dtype=dtype)},
         programs=chunks * heads // _heads_at_once(heads),
         tile=config.exact,
         in_place={"q_hat": found.q_hat, "k_hat": found.k_hat},
@@ -173,7 +178,7 @@ def _exact_gradients(
         device("strong_key_gates").exact_gradients,
         {
             **{"query": x.query, "key": x.key, "value": x.value, "gate": x.log_decay, "d_output": d_output},
-            **{"flag": gates.flag, "dq_hat": dq_hat, "dk_hat": dk_hat},
+            **{"flag": gates.flag, "any_flag": gates.any_flag, "dq_hat": dq_hat, "dk_hat": dk_hat},
         },
         {
             "summand": shape(*dq_hat.shape),

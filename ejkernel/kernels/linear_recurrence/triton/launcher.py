@@ -70,6 +70,7 @@ class Constants:
     decay: Decay
     scale: float
     packed: bool
+    listed: bool  # rows hold several sequences, and their chunks are listed
     whole: bool  # no chunk has a ragged end, which spares masks
     flip: bool  # the last token comes first
     wide: bool  # operands are carried as float32
@@ -91,6 +92,7 @@ class Constants:
     value_decay: bool = False
     reverse: bool = False
     start: bool = False  # there is a state to start from
+    pooled: bool = False  # states are slots of a pool
     last: bool = False  # the last state is wanted
     start_scale: float = 1.0
     last_scale: float = 1.0
@@ -114,7 +116,8 @@ class Launcher(launching.Launcher):
             decay=call.decay,
             scale=float(call.scale),
             packed=call.packed,
-            whole=not call.packed and call.tokens % config.chunk == 0,
+            listed=call.segmented,
+            whole=not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
             flip=call.reverse,
             wide=Plan.carried(call),
             precision=config.precision,
@@ -122,7 +125,7 @@ class Launcher(launching.Launcher):
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk * plan.group, plan.segment
-        return Launcher(call, plan, Packing.of(call.tokens, cu_seqlens, lengths), constants)
+        return Launcher(call, plan, Packing.of_call(call, cu_seqlens, lengths), constants)
 
     @property
     def hopper(self) -> bool:
@@ -132,7 +135,8 @@ class Launcher(launching.Launcher):
     def by_token(self) -> bool:
         """Whether row dots in bfloat16 come from the kernel whose rows are tokens: where it was timed on a GPU."""
         call = self.call
-        timed = self.hopper and self.constants.whole and call.key_dim == 128 and call.value_dim in (64, 128)
+        fits = self.constants.whole or self.constants.listed
+        timed = self.hopper and fits and call.key_dim == 128 and call.value_dim in (64, 128)
         return timed and call.dtype == jnp.bfloat16 and self.config.head_gate_gradient is not None
 
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """A call's forward and backward, as passes over its tokens."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._launch import padded
 from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
+from ejkernel.kernels.chunks.triton.packing import Packing
+from ejkernel.kernels.chunks.triton.pools import Slots
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton import across_heads
 from ejkernel.kernels.linear_recurrence.triton.gates import (
@@ -174,8 +177,9 @@ def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
 
 def _sum_tokens(call: Call, d_gate: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """The gradient of one gate a sequence and head from one a token: `[B, T, H]` to `[N, H]`."""
-    if cu_seqlens is None:
+    if not call.packed:
         return d_gate.sum(1)
+    assert cu_seqlens is not None
     token = jnp.arange(call.tokens)[None, :, None]
     inside = (token >= cu_seqlens[:-1, None, None]) & (token < cu_seqlens[1:, None, None])
     return jnp.where(inside, d_gate, 0).sum(1)
@@ -196,8 +200,16 @@ def _fold(launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.A
     return Prepared(query, key, Gates() if log_decay is None else fold_head_gates(launcher, log_decay))
 
 
-def step(launcher: Launcher, x: Inputs) -> Any:
-    """Output and final states, one token after the other."""
+def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and pool, one token after the other."""
+    arrays: Any = *inputs, None
+    launcher = replace(Launcher.of(call, Plan.of(call), None), packing=packing)
+    found = step(launcher, Inputs(*arrays), slots)
+    return found.output, found.pool
+
+
+def step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
+    """Output and final states, or the pool that has them, one token after the other."""
     call, tile, state = launcher.call, launcher.config.step, x.initial_state
     # as much of a state as the registers hold
     block = min(tile.rows, padded(call.value_dim), 16384 // padded(call.key_dim))
@@ -205,13 +217,17 @@ def step(launcher: Launcher, x: Inputs) -> Any:
         device("step").step,
         {
             **{"query": x.query, "key": x.key, "value": x.value, "start": state},
-            **{"gate": x.log_decay, "value_gate": x.value_log_decay},
+            **{"gate": x.log_decay, "value_gate": x.value_log_decay, "ids": launcher.packing.ids},
+            **({} if slots is None else slots.inputs()),
         },
-        {"output": launcher.rows(call.value_dim, call.dtype), "final": launcher.states()},
+        {
+            "output": launcher.rows(call.value_dim, call.dtype),
+            **({"final": launcher.states()} if slots is None else slots.outputs()),
+        },
         # packed streams have one more sequence: the padding behind the last
         programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
         tile=tile,
-        in_place={"final": state} if state is not None and state.dtype == F32 else None,
+        in_place=slots.in_place() if slots else {"final": state} if state is not None and state.dtype == F32 else None,
         query_heads=x.query.shape[2],
         key_heads=x.key.shape[2],
         value_heads=x.value.shape[2],
@@ -219,4 +235,5 @@ def step(launcher: Launcher, x: Inputs) -> Any:
         value_block=block,
         value_decay=x.value_log_decay is not None,
         start=state is not None,
+        pooled=slots is not None,
     )

@@ -125,6 +125,7 @@ def walk(
         flat=not launcher.hopper,
     )
     given = {"x": x, "y": y, "z": z, "w": w, "within": gates.within, "factors": gates.factors, "flag": gates.flag}
+    given["any_flag"] = gates.any_flag
     given |= {"other": None if other is None else other.factors, "start": start, "d_state": meets}
     by_token = w is not None and decay == "head" and launcher.by_token
     before: dict[str, jax.Array] | None = None
@@ -133,6 +134,9 @@ def walk(
         if by_token and not strong:
             # two programs a multiprocessor have room for three stages
             kernel, timed = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
+        if strong and call.segmented:
+            # where each program marks the sequences that it gives results for
+            outputs["mine"] = shape(call.batch, call.heads, sums * parts, call.tokens, dtype=jnp.int32)
         results = launcher.launch(
             kernel,
             given,

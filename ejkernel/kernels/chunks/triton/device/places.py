@@ -3,6 +3,8 @@
 Names in device code: `i_` index, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,6 +12,41 @@ import triton.language as tl
 CHUNKS = tl.constexpr(1)
 GROUPS = tl.constexpr(2)
 SEGMENTS = tl.constexpr(3)
+# What the list of a row's chunks says of each beside its first row, in the last bits: that it is no padding; that it is
+# the first of its sequence; and that nothing passes from the chunk before it to this one.
+REAL = tl.constexpr(1)
+FIRST = tl.constexpr(2)
+CUT = tl.constexpr(4)
+FACTS = tl.constexpr(3)
+
+
+class Chunk(NamedTuple):
+    """One chunk that a program visits: rows are those of its sequence, or of a row with several of them.
+
+    Chunks of several sequences are listed by `list_chunks`, and begin anywhere. Their rows have all else that is kept
+    of rows to themselves. What is kept of states lies where the chunk begins, in chunks' sizes: of all that begin
+    there only one takes a state from before it, and only one leaves one behind it.
+    """
+
+    i_n: Any  # its sequence, or row
+    i_c: Any  # its number there; if listed, in how many chunks' size its first row lies
+    i_row: Any  # its first row
+    n_read: Any  # the rows before which it ends, of those that are read
+    n_end: Any  # the same of those that are written
+    entry: Any  # what the list says of it, and of the next one
+    next_entry: Any
+
+
+class Block(NamedTuple):
+    """A chunk as `locate` finds it or, where they are listed, the chunks that begin in as many rows."""
+
+    i_block: Any
+    i_n: Any  # the sequence, or row
+    i_c: Any  # the number of the first, and of the one after the last
+    i_end: Any
+    i_first: Any  # as `locate` gives them
+    n_rows: Any
+    n_read: Any
 
 
 @triton.jit
@@ -63,15 +100,137 @@ def token_offsets(o_r, FLIP: tl.constexpr):
 
 
 @triton.jit
-def locate_chunk(i_block, i_h, p, CALL: tl.constexpr):
-    """The i-th chunk of all sequences: its number among those of all heads; its first row in its sequence, where that
-    lies, and how many rows the sequence has, and readable ones; and the chunk's rows, and `token_offsets` of these."""
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
-    i_chunk = i_block.to(tl.int64) * CALL.heads + i_h
-    i_row = i_c * CALL.chunk
-    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
+def load_entries(i_c, i_n, p):
+    """What a row's list says of its i-th chunk, and of the next one."""
+    p_entry = p.chunks + i_n.to(tl.int64) * (p.T + 2) + i_c
+    return tl.load(p_entry), tl.load(p_entry + 1)
+
+
+@triton.jit
+def listed_chunk(i_n, entry, next_entry, CALL: tl.constexpr):
+    """The chunk of a row that these say so of."""
+    i_row = entry >> FACTS
+    n_end = next_entry >> FACTS
+    n_read = tl.where((entry & REAL) != 0, n_end, 0)
+    return Chunk(i_n, i_row // CALL.chunk, i_row, n_read, n_end, entry, next_entry)
+
+
+@triton.jit
+def visit(i_c, i_n, n_rows, n_read, p, CALL: tl.constexpr):
+    """The i-th chunk of a sequence, or of a row's list."""
+    if CALL.listed:
+        entry, next_entry = load_entries(i_c, i_n, p)
+        return listed_chunk(i_n, entry, next_entry, CALL)
+    else:
+        return Chunk(i_n, i_c, i_c * CALL.chunk, n_read, n_rows, 0, 0)
+
+
+@triton.jit
+def first_entries(i_from, n_steps, i_n, p, REVERSE: tl.constexpr):
+    """The entries of the chunk that a walk over `n_steps` chunks of a row visits first."""
+    return load_entries(tl.maximum(i_from + n_steps - 1, 0) if REVERSE else i_from, i_n, p)
+
+
+@triton.jit
+def next_entries(i_c, i_n, p, REVERSE: tl.constexpr):
+    """The entries of the chunk that a walk visits after the i-th.
+
+    A walk holds them while it works on this one. If it loaded them when it gets there, the compiler would fetch the
+    chunk's rows one chunk less ahead; and it fetches nothing ahead where a value goes around the loop twice.
+    """
+    return load_entries(tl.maximum(i_c - 1, 0) if REVERSE else i_c + 1, i_n, p)
+
+
+@triton.jit
+def listed_before(i_n, i_c, p, CALL: tl.constexpr):
+    """How many chunks of a row's list begin before so many chunks' sizes."""
+    return tl.load(p.before + i_n.to(tl.int64) * (tl.cdiv(p.T, CALL.chunk) + 1) + i_c)
+
+
+@triton.jit
+def listed_from(i_n, i_c, n_chunks, p, CALL: tl.constexpr):
+    """Of so many chunks' sizes from the `i_c`-th on: the first chunk of the row's list, and how many begin there."""
+    i_first = listed_before(i_n, i_c, p, CALL)
+    return i_first, listed_before(i_n, i_c + n_chunks, p, CALL) - i_first
+
+
+@triton.jit
+def rows_kept(chunk, i_chunk, i_h, p, SIZE: tl.constexpr, CALL: tl.constexpr):
+    """Where what is kept of a chunk's rows begins, SIZE numbers of each."""
+    if CALL.listed:
+        return ((chunk.i_n.to(tl.int64) * CALL.heads + i_h) * p.T + chunk.i_row) * SIZE
+    else:
+        return i_chunk * (SIZE * CALL.chunk)
+
+
+@triton.jit
+def load_flag(p_flag, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
+    """A chunk's flag; a listed one's is that of its first row."""
+    if CALL.listed:
+        return tl.load(p_flag + (chunk.i_n.to(tl.int64) * CALL.heads + i_h) * p.T + chunk.i_row)
+    else:
+        return tl.load(p_flag + i_chunk)
+
+
+@triton.jit
+def load_kept(p_tile, m_tile, CALL: tl.constexpr):
+    """What is kept of rows; a listed chunk may have less of them than a chunk's size."""
+    if CALL.listed:
+        return tl.load(p_tile, mask=m_tile, other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def visit_of_block(block, i_c, i_h, p, CALL: tl.constexpr):
+    """A chunk of a block, its number among those of all heads, where its first row lies, its rows, and `token_offsets`
+    of these."""
+    i_chunk = block.i_block.to(tl.int64) * CALL.heads + i_h
+    chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+    i_token = token_of(block.i_first, block.n_rows, chunk.i_row, CALL.flip)
     o_r = tl.arange(0, CALL.chunk)
-    return i_chunk, i_row, i_token, n_rows, n_read, o_r, token_offsets(o_r, CALL.flip)
+    return chunk, i_chunk, i_token, o_r, token_offsets(o_r, CALL.flip)
+
+
+@triton.jit
+def keep_branch(p, i_n):
+    """Keeps a branch that is seldom taken a branch: of constants the compiler would make a choice in every chunk.
+
+    It stores nothing, as no row has a negative number, but the compiler does not know.
+    """
+    tl.store(p.chunks, 0, mask=i_n < 0)
+
+
+@triton.jit
+def takes_state(chunk):
+    """Whether a listed chunk takes a state from before it."""
+    return (chunk.entry & (REAL | CUT)) == REAL
+
+
+@triton.jit
+def leaves_state(chunk):
+    """Whether a listed chunk leaves a state behind it."""
+    return ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
+
+
+@triton.jit
+def after_first_gate(chunk, i_row, CALL: tl.constexpr):
+    """Which rows are not the first of a sequence, where the first gate is in the state that it begins with."""
+    if CALL.listed:
+        return (i_row > chunk.i_row) | ((chunk.entry & FIRST) == 0)
+    else:
+        return i_row > 0
+
+
+@triton.jit
+def locate_block(i_block, p, CALL: tl.constexpr):
+    """The i-th chunk of all sequences; where chunks are listed, all that begin where it would lie."""
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
+    i_end = i_c + 1
+    if CALL.listed:
+        i_c, n_listed = listed_from(i_n, i_c, 1, p, CALL)
+        i_end = i_c + n_listed
+    return Block(i_block, i_n, i_c, i_end, i_first, n_rows, n_read)
 
 
 @triton.jit

@@ -17,6 +17,16 @@ def locate_sequence(i_n, p, CALL: tl.constexpr):
 
 
 @triton.jit
+def load_id(p, i_token, i_before, is_begun):
+    """Of a row with several sequences: a token's id, whether it is no padding, and whether nothing passes to it.
+
+    `i_before` is the id of the token before it, and `is_begun` whether any before it is no padding.
+    """
+    i_id = tl.maximum(tl.load(p.ids + i_token), -1)
+    return i_id, i_id >= 0, (i_id >= 0) & is_begun & (i_id != i_before)
+
+
+@triton.jit
 def load_token(p, i_token, i_h, o_c, m_c, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
     """A token's row of the one of HEADS that head `i_h` of H has."""
     return tl.load(p + (i_token * HEADS + i_h // (H // HEADS)) * D + o_c, mask=m_c, other=0.0).to(tl.float32)

@@ -9,9 +9,20 @@ where every token writes to the same place.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.device.places import load_rows, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.places import (
+    CUT,
+    REAL,
+    load_flag,
+    load_kept,
+    load_rows,
+    rows_kept,
+    store_tile,
+    token_of,
+    token_offsets,
+    visit,
+)
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
-from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS, pair_decays
+from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, load_weight, pair_decays, weight, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
 
 # The mean square of a system's rows from which on outputs are not within twice their rounding error any more.
@@ -19,9 +30,10 @@ COINCIDING = tl.constexpr(1.5)
 
 
 @triton.jit
-def store_squares(b_system, p_squares, i_chunk, o_r, C: tl.constexpr):
+def store_squares(b_system, chunk, i_chunk, i_h, o_r, p, CALL: tl.constexpr):
     """Of each row of what stands below a system's diagonal: how much keys recall of those before them."""
-    tl.store(p_squares + i_chunk * C + o_r, tl.sum(b_system * b_system, 1))
+    p_tile = p.squares + rows_kept(chunk, i_chunk, i_h, p, 1, CALL) + o_r
+    store_tile(p_tile, tl.sum(b_system * b_system, 1), chunk.i_row + o_r < chunk.n_end, not CALL.listed)
 
 
 @triton.jit
@@ -31,17 +43,17 @@ def coincide(b_square, C: tl.constexpr):
 
 
 @triton.jit
-def load_weak(p, i_chunk, o_chunk, n_chunks, H: tl.constexpr):
+def load_weak(p_weak, i_chunk, o_chunk, n_chunks, H: tl.constexpr):
     """Which of a head's chunks have gates so weak that their keys may coincide."""
-    return tl.load(p.weak + i_chunk + o_chunk * H, mask=o_chunk < n_chunks, other=0)
+    return tl.load(p_weak + i_chunk + o_chunk * H, mask=o_chunk < n_chunks, other=0)
 
 
 @triton.jit
-def any_weak(p, i_chunk, n_chunks, H: tl.constexpr):
+def any_weak(p_weak, i_chunk, n_chunks, H: tl.constexpr):
     """Whether any of so many chunks of a head has."""
     b_weak = tl.zeros([64], tl.int32)
     for i in range(0, n_chunks, 64):
-        b_weak += load_weak(p, i_chunk, i + tl.arange(0, 64), n_chunks, H)
+        b_weak += load_weak(p_weak, i_chunk, i + tl.arange(0, 64), n_chunks, H)
     return tl.sum(b_weak, 0) > 0
 
 
@@ -55,10 +67,49 @@ def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
         o_chunk = i + tl.arange(0, 16)
         m_chunk = o_chunk < n_chunks
         if CALL.decay == "head":
-            m_chunk = load_weak(p, i_chunk, o_chunk, n_chunks, CALL.heads) != 0
+            m_chunk = load_weak(p.weak, i_chunk, o_chunk, n_chunks, CALL.heads) != 0
         p_tile = p.squares + (i_chunk + o_chunk * CALL.heads)[:, None] * C + o_r[None, :]
         b_coincide += coincide(tl.load(p_tile, mask=m_chunk[:, None], other=0.0), C).to(tl.int32)
     return tl.sum(b_coincide, 0) > 0
+
+
+@triton.jit
+def listed_coincide(p, chunk, o_h, CALL: tl.constexpr):
+    """In which heads of a listed chunk keys coincide."""
+    C: tl.constexpr = CALL.chunk
+    o_r = tl.arange(0, C)
+    o_row = (chunk.i_n.to(tl.int64) * CALL.heads + o_h) * p.T + chunk.i_row
+    m_head = (o_h < CALL.heads) & ((chunk.entry & REAL) != 0)
+    if CALL.decay == "head":
+        m_head = tl.load(p.weak + o_row, mask=m_head, other=0) != 0
+    m_square = m_head[:, None] & (chunk.i_row + o_r < chunk.n_end)[None, :]
+    return coincide(tl.load(p.squares + o_row[:, None] + o_r[None, :], mask=m_square, other=0.0), C).to(tl.int32)
+
+
+@triton.jit
+def mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
+    """Marks the listed chunks, `n_steps` from the `i_from`-th on, of sequences in which some chunk's keys coincide.
+
+    A program walks over several sequences. One that takes more digits gives results for those that need them, and for
+    no others: else one would change the bits of another. Returns whether there are any.
+    """
+    o_h = i_h + tl.arange(0, 1)
+    is_any = 0
+    is_mine = 0
+    for i_step in range(0, n_steps):
+        chunk = visit(i_from + i_step, i_n, 0, 0, p, CALL)
+        b_coincide = tl.sum(listed_coincide(p, chunk, o_h, CALL), 0)
+        is_mine = tl.where((chunk.entry & CUT) != 0, 0, is_mine) | b_coincide
+        is_any = is_any | b_coincide
+        tl.store(p_mine + chunk.i_row, is_mine)
+    # what other threads have written
+    tl.debug_barrier()
+    for i_step in range(0, n_steps):
+        chunk = visit(i_from + n_steps - 1 - i_step, i_n, 0, 0, p, CALL)
+        is_mine = tl.where((chunk.next_entry & CUT) != 0, 0, is_mine) | tl.load(p_mine + chunk.i_row)
+        tl.store(p_mine + chunk.i_row, is_mine)
+    tl.debug_barrier()
+    return is_any
 
 
 @triton.jit
@@ -76,15 +127,23 @@ def heads_that_coincide(p, i_block, o_h, n_rows, CALL: tl.constexpr):
 
 
 @triton.jit
+def load_pairs(p_pair, chunk, i_chunk, i_h, o_r, p, CALL: tl.constexpr):
+    """What is kept of pairs of a chunk's rows, by the first of them."""
+    C: tl.constexpr = CALL.chunk
+    p_tile = p_pair + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
+    return load_kept(p_tile, (chunk.i_row + o_r < chunk.n_end)[:, None], CALL)
+
+
+@triton.jit
 def rest_of(b):
     """What rounding to bfloat16 takes off, itself rounded."""
     return (b - b.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def load_rest(p_rest, i_chunk, o_r, INVERSE: tl.constexpr, C: tl.constexpr):
+def load_rest(p, chunk, i_chunk, i_h, o_r, INVERSE: tl.constexpr, CALL: tl.constexpr):
     """Of what queries read, or of the inverse, transposed."""
-    b_rest = tl.load(p_rest + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :])
+    b_rest = load_pairs(p.rests, chunk, i_chunk, i_h, o_r, p, CALL)
     return tl.where((o_r[:, None] < o_r[None, :]) == INVERSE, b_rest, 0.0).to(b_rest.dtype)
 
 
@@ -97,38 +156,52 @@ def add_rest(b, b_left, b_right, COINCIDE: tl.constexpr):
 
 
 @triton.jit
-def measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl.constexpr):
-    """`store_squares` of chunks whose gates are weak, with one gate a head, which no kernel before this has done."""
+def measure_chunk(p, chunk, i_first, n_rows, i_chunk, i_h, o_r, o_t, CALL: tl.constexpr):
+    """`store_squares` of one chunk."""
     BK: tl.constexpr = CALL.key_block
-    H: tl.constexpr = CALL.heads
     HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
-    C: tl.constexpr = CALL.chunk
     PRECISION: tl.constexpr = CALL.precision
-    o_r = tl.arange(0, C)
+    p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
+    i_token = token_of(i_first, n_rows, chunk.i_row, CALL.flip)
+    m_read = chunk.i_row + o_r < chunk.n_read
+    i_kh = i_h // (CALL.heads // HK)
+    b_k = load_rows(p.key, i_token, i_kh, o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
+    b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
+    b_below = b_below * load_weight(p_row, o_r, chunk, CALL)[:, None]
+    b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
+    b_below = b_below * pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
+    store_squares(b_below, chunk, i_chunk, i_h, o_r, p, CALL)
+
+
+@triton.jit
+def measure(p, i_n, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL: tl.constexpr):
+    """`store_squares` of chunks whose gates are weak, with one gate a head, which no kernel before this has done."""
+    H: tl.constexpr = CALL.heads
+    o_r = tl.arange(0, CALL.chunk)
     o_t = token_offsets(o_r, CALL.flip)
     o_weak = tl.arange(0, 64)
     b_weak = tl.zeros([64], tl.int32)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
-        i_chunk = (i_chunk0 + i_c) * H + i_h
-        # many at once, as most are not
-        if i_step % 64 == 0:
-            b_weak = load_weak(p, i_chunk, o_weak, n_steps - i_step, H)
-        if tl.sum(tl.where(o_weak == i_step % 64, b_weak, 0), 0) > 0:
-            p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
-            i_token = token_of(i_first, n_rows, i_c * C, CALL.flip)
-            m_read = i_c * C + o_r < n_read
-            b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
-            b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION) * tl.load(p_row)[:, None]
-            b_below = b_below * pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
-            store_squares(b_below, p.squares, i_chunk, o_r, C)
+        if CALL.listed:
+            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+            if load_flag(p.weak, chunk, 0, i_h, p, CALL) > 0:
+                measure_chunk(p, chunk, i_first, n_rows, 0, i_h, o_r, o_t, CALL)
+        else:
+            i_chunk = (i_chunk0 + i_c) * H + i_h
+            # many at once, as most are not
+            if i_step % 64 == 0:
+                b_weak = load_weak(p.weak, i_chunk, o_weak, n_steps - i_step, H)
+            if tl.sum(tl.where(o_weak == i_step % 64, b_weak, 0), 0) > 0:
+                chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+                measure_chunk(p, chunk, i_first, n_rows, i_chunk, i_h, o_r, o_t, CALL)
     # what other threads have written
     tl.debug_barrier()
 
 
 @triton.jit
-def store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
+def store_rests(p, chunk, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
     """Solves a chunk's system again, for what rounding has taken off what queries read and off the inverse.
 
     Both are triangular: one matrix holds them, the inverse's rest transposed.
@@ -144,8 +217,8 @@ def store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
     SOLVE: tl.constexpr = CALL.solve
     o_r = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
-    b_beta = tl.load(p_row)
+    p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
+    b_beta = load_weight(p_row, o_r, chunk, CALL)
     b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
     m_late = o_r[:, None] > o_r[None, :]
     m_own = o_r[:, None] == o_r[None, :]
@@ -162,10 +235,12 @@ def store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
         b_below = scores(b_k, b_k, m_late, PRECISION)
         b_score = scores(b_q, b_k, m_late | m_own, PRECISION)
         if CALL.decay == "head":
-            b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
+            b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
+            b_pair = pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
             b_below = b_below * b_pair
             b_score = b_score * b_pair
     b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
     b_rest = tl.trans((b_inverse - nearest(b_inverse, SOLVE)).to(tl.bfloat16))
     b_rest = tl.where(m_late | m_own, rest_of(product(b_score, b_inverse, INVERT)), b_rest)
-    tl.store(p.rests + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :], b_rest)
+    p_pair = p.rests + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
+    store_tile(p_pair, b_rest, (chunk.i_row + o_r < chunk.n_end)[:, None], not CALL.listed)

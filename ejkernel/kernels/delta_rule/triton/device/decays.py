@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import MOST, in_bits
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.places import (
+    after_first_gate,
+    locate_block,
+    token_of,
+    token_offsets,
+    visit,
+)
 
 # What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
 # beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
@@ -40,30 +46,57 @@ def marked(b_beta):
 
 
 @triton.jit
-def weigh(p, CALL: tl.constexpr):
-    """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
+def weights_of(p_weights, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
+    """Where the first of a chunk's `WEIGHTS` are."""
+    if CALL.listed:
+        return p_weights + ((chunk.i_n.to(tl.int64) * CALL.heads + i_h) * (WEIGHTS * p.T) + chunk.i_row)
+    else:
+        return p_weights + i_chunk * (WEIGHTS * CALL.chunk)
 
-    And in which chunks gates are so weak that keys may coincide; where `squares` of these go is left as it is.
-    Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
-    times infinity is no number.
-    """
-    BH: tl.constexpr = CALL.head_block
+
+@triton.jit
+def weight(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
+    """Where the others are."""
+    if CALL.listed:
+        return p_row + NUMBER * p.T
+    else:
+        return p_row + NUMBER * CALL.chunk
+
+
+@triton.jit
+def load_weight(p_tile, o_r, chunk, CALL: tl.constexpr):
+    """Weights of a chunk's rows; of those that a listed one does not have, 0."""
+    if CALL.listed:
+        return tl.load(p_tile, mask=chunk.i_row + o_r < chunk.n_end, other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def load_through(p_row, chunk, p, CALL: tl.constexpr):
+    """The decay of a state through a chunk, from the first of its weights on."""
+    if CALL.listed:
+        return tl.load(p_row + (p.T + chunk.n_end - 1 - chunk.i_row))
+    else:
+        return tl.load(p_row + (2 * CALL.chunk - 1))
+
+
+@triton.jit
+def weigh_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
+    """What `weigh` gives, of one chunk and heads from the `i_head`-th on."""
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
-    i_program = tl.program_id(0)
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_block = i_program // NH
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
+    chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+    i_row = chunk.i_row
+    i_token = token_of(block.i_first, block.n_rows, i_row, CALL.flip)
     o_r = tl.arange(0, C)
     o_t = token_offsets(o_r, CALL.flip)
-    o_h = (i_program % NH) * BH + tl.arange(0, BH)
-    m_read = (o_h[:, None] < H) & (i_row + o_r < n_read)[None, :]
+    o_h = i_head + tl.arange(0, CALL.head_block)
+    m_read = (o_h[:, None] < H) & (i_row + o_r < chunk.n_read)[None, :]
     p_tile = (i_token + o_t)[None, :] * H + o_h[:, None]
     b_beta = tl.load(p.beta + p_tile, mask=m_read, other=0.0).to(tl.float32)
     # the first gate is in the state that the sequence begins with
-    m_gate = m_read & (i_row + o_r > 0)[None, :]
+    m_gate = m_read & after_first_gate(chunk, i_row + o_r, CALL)[None, :]
     b_gate = in_bits(tl.load(p.gate + p_tile, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
     b_part = b_gate - b_whole
@@ -73,15 +106,48 @@ def weigh(p, CALL: tl.constexpr):
     b_part = tl.cumsum(b_part, 1)
     b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
     b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
-    p_row = p.weights + (i_block.to(tl.int64) * H + o_h)[:, None] * (WEIGHTS * C) + o_r[None, :]
+    i_chunk = (block.i_block.to(tl.int64) * H + o_h)[:, None]
+    p_row = weights_of(p.weights, chunk, i_chunk, o_h[:, None], p, CALL) + o_r[None, :]
     m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
+    if CALL.listed:
+        m_head = m_head & (i_row + o_r < chunk.n_end)[None, :]
     tl.store(p_row, marked(b_beta), mask=m_head)
-    tl.store(p_row + C, b_since, mask=m_head)
-    tl.store(p_row + 2 * C, b_until, mask=m_head)
-    tl.store(p_row + 3 * C, b_whole, mask=m_head)
-    tl.store(p_row + 4 * C, b_part, mask=m_head)
+    tl.store(weight(p_row, 1, p, CALL), b_since, mask=m_head)
+    tl.store(weight(p_row, 2, p, CALL), b_until, mask=m_head)
+    tl.store(weight(p_row, 3, p, CALL), b_whole, mask=m_head)
+    tl.store(weight(p_row, 4, p, CALL), b_part, mask=m_head)
+    b_weak = tl.zeros(o_h.shape, tl.int32)
     if CALL.keys_may_coincide:
         b_least = tl.where(tl.max(tl.abs(b_beta), 1) < 1.0, WEAK, WEAK_WRITTEN)
-        n_here = tl.minimum(n_read - i_row, C)
+        n_here = tl.minimum(chunk.n_read - i_row, C)
         is_weak = (tl.sum(b_whole_end + b_part_end, 1) > b_least * n_here) & (n_here >= FEWEST_COINCIDING)
-        tl.store(p.weak + i_block.to(tl.int64) * H + o_h, is_weak.to(tl.int32), mask=o_h < H)
+        if CALL.listed:
+            b_weak = is_weak.to(tl.int32)
+            tl.store(p.weak + (block.i_n.to(tl.int64) * H + o_h) * p.T + i_row, b_weak, mask=o_h < H)
+        else:
+            tl.store(p.weak + block.i_block.to(tl.int64) * H + o_h, is_weak.to(tl.int32), mask=o_h < H)
+    return b_weak
+
+
+@triton.jit
+def weigh(p, CALL: tl.constexpr):
+    """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
+
+    And in which chunks gates are so weak that keys may coincide; where `squares` of these go is left as it is.
+    Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
+    times infinity is no number.
+    """
+    BH: tl.constexpr = CALL.head_block
+    H: tl.constexpr = CALL.heads
+    i_program = tl.program_id(0)
+    NH: tl.constexpr = (H + BH - 1) // BH
+    block = locate_block(i_program // NH, p, CALL)
+    if CALL.listed:
+        b_any = tl.zeros([BH], tl.int32)
+        for i_c in range(block.i_c, block.i_end):
+            b_any = b_any | weigh_chunk(p, block, i_c, (i_program % NH) * BH, CALL)
+        if CALL.keys_may_coincide:
+            o_h = (i_program % NH) * BH + tl.arange(0, BH)
+            tl.store(p.any_weak + block.i_block.to(tl.int64) * H + o_h, b_any, mask=o_h < H)
+    else:
+        weigh_chunk(p, block, block.i_c, (i_program % NH) * BH, CALL)

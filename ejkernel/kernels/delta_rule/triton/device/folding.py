@@ -9,23 +9,42 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, token_of, token_offsets
+from ejkernel.kernels.chunks.triton.device.places import (
+    FIRST,
+    leaves_state,
+    load_rows,
+    locate_block,
+    rows_kept,
+    takes_state,
+    token_of,
+    token_offsets,
+    visit,
+    visit_of_block,
+)
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
+from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import scores
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
 @triton.jit
-def store_factors(p_factor, i_chunk, o_k, b_enter, b_through, b_leave, K: tl.constexpr):
+def store_factors(p_factor, chunk, i_chunk, o_k, b_enter, b_through, b_leave, CALL: tl.constexpr):
     """Bits of what is left of a state where queries and keys meet it, of that until it is written to, and from then on.
 
     Finite, since 0 times infinity is no number.
     """
-    p_tile = p_factor + i_chunk * (3 * K) + o_k
-    tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=o_k < K)
-    tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=o_k < K)
-    tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=o_k < K)
+    K: tl.constexpr = CALL.key_dim
+    p_tile = p_factor + i_chunk * ((4 if CALL.listed else 3) * K) + o_k
+    if CALL.listed:
+        tl.store(p_tile + 3 * K, tl.full(o_k.shape, 1.0, tl.float32), mask=o_k < K)
+        m_enter = (o_k < K) & takes_state(chunk)
+        tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=m_enter)
+        tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=m_enter)
+        tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=(o_k < K) & leaves_state(chunk))
+    else:
+        tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=o_k < K)
+        tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=o_k < K)
+        tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=o_k < K)
 
 
 @triton.jit
@@ -47,10 +66,10 @@ def load_each(
 
 @triton.jit
 def load_half(
-    p, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
+    p, i_first, n_rows, n_read, i_row, i_before, i_h, o_k, m_k,
     ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Gates, queries and keys from the `i_row`-th outwards."""
+    """Gates, later than `i_before`, queries and keys from the `i_row`-th outwards."""
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -60,8 +79,7 @@ def load_half(
     p_gate = p.gate + ((i_token * H + i_h) * K + o_k)
     p_q = p.query + ((i_token * HQ + i_h // (H // HQ)) * K + o_k)
     p_k = p.key + ((i_token * HK + i_h // (H // HK)) * K + o_k)
-    # the first gate is in the state that the sequence begins with
-    gates = load_each(p_gate, i_row, 0, n_read, m_k, ROWS, LATE, STEP * H, WHOLE and LATE)
+    gates = load_each(p_gate, i_row, i_before, n_read, m_k, ROWS, LATE, STEP * H, WHOLE and LATE)
     keys = load_each(p_k, i_row, -1, n_read, m_k, ROWS, LATE, STEP * HK, WHOLE)
     queries = load_each(p_q, i_row, -1, n_read, m_k, ROWS, LATE, STEP * HQ, WHOLE)
     return gates, queries, keys
@@ -102,8 +120,14 @@ def store_half(
 
 
 @triton.jit
-def fold_chunk(p, i_first, n_rows, n_read, i_row, i_h, i_chunk, CALL: tl.constexpr):
+def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
     """Stores a chunk's queries and keys, folded, and decays of states; returns if gates are too strong for that."""
+    i_row = chunk.i_row
+    n_read = chunk.n_read
+    # the first gate is in the state that the sequence begins with
+    i_before = 0
+    if CALL.listed:
+        i_before = i_row - ((chunk.entry & FIRST) == 0).to(tl.int32)
     BK: tl.constexpr = CALL.key_block
     K: tl.constexpr = CALL.key_dim
     HALF: tl.constexpr = CALL.chunk // 2
@@ -118,16 +142,43 @@ def fold_chunk(p, i_first, n_rows, n_read, i_row, i_h, i_chunk, CALL: tl.constex
     for i in range(0, HALF // ROWS):
         i_late = i_row + HALF + ROWS * i
         i_early = i_row + HALF - 1 - ROWS * i
-        late = load_half(p, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
-        early = load_half(p, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL)
+        late = load_half(p, i_first, n_rows, n_read, i_late, i_before, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
+        early = load_half(p, i_first, n_rows, n_read, i_early, i_before, i_h, o_k, m_k, ROWS, False, WHOLE, CALL)
         b_late, b_most = store_half(
             p, late, b_late, b_most, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL
         )
         b_early, b_most = store_half(
             p, early, b_early, b_most, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL
         )
-    store_factors(p.factors, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, K)
+    store_factors(p.factors, chunk, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, CALL)
     return tl.max(b_most, 0) > CALL.limit
+
+
+@triton.jit
+def solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL: tl.constexpr):
+    """Solves a chunk's system, of queries and keys as they were folded."""
+    BK: tl.constexpr = CALL.key_block
+    H: tl.constexpr = CALL.heads
+    HQ: tl.constexpr = CALL.query_heads
+    HK: tl.constexpr = CALL.key_heads
+    K: tl.constexpr = CALL.key_dim
+    PRECISION: tl.constexpr = CALL.precision
+    WHOLE: tl.constexpr = CALL.whole
+    # what other threads have written
+    tl.debug_barrier()
+    b_recall = load_rows(p.recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_query = load_rows(p.folded_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
+    store_squares(b_below, chunk, i_chunk, i_h, o_r, p, CALL)
+    b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
+    b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
+    # a token's own key crosses no gate
+    b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
+    b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+    b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
+    store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
 
 
 @triton.jit
@@ -137,45 +188,46 @@ def solve_folded(p, CALL: tl.constexpr):
     Systems are of queries and keys as the walks read them: what rounding does to those is the same for tokens of one
     chunk and of two.
     """
-    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
-    K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
-    PRECISION: tl.constexpr = CALL.precision
-    WHOLE: tl.constexpr = CALL.whole
     i_program = tl.program_id(0)
     i_h = i_program % H
     i_chunk = i_program.to(tl.int64)
-    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
-    i_row = i_c * C
-    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
-    o_r = tl.arange(0, C)
-    o_t = token_offsets(o_r, CALL.flip)
-    o_k = tl.arange(0, BK)
-    m_read = i_row + o_r < n_read
-    b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_beta = marked(b_beta)
-    is_strong = fold_chunk(p, i_first, n_rows, n_read, i_row, i_h, i_chunk, CALL)
-    tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
-    tl.store(p.strong + i_chunk, is_strong.to(tl.int32))
-    if is_strong | (i_row >= n_rows):
-        # strong gates keep keys from coinciding
-        tl.store(p.squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
-        return
-    # what other threads have written
-    tl.debug_barrier()
-    b_recall = load_rows(p.recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_query = load_rows(p.folded_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
-    store_squares(b_below, p.squares, i_chunk, o_r, C)
-    b_inverse = solve_system(p, b_below, b_beta, m_read, i_chunk, o_r, CALL)
-    b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
-    # a token's own key crosses no gate
-    b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
-    b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
-    b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
-    store_reads(p, b_score, b_inverse, i_chunk, o_r, CALL)
+    block = locate_block(i_program // H, p, CALL)
+    if CALL.listed:
+        is_any = 0
+        for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
+            chunk, _, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+            o_k = tl.arange(0, CALL.key_block)
+            m_read = chunk.i_row + o_r < chunk.n_read
+            m_row = chunk.i_row + o_r < chunk.n_end
+            b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+            b_beta = marked(b_beta)
+            is_strong = fold_chunk(p, chunk, block.i_first, block.n_rows, i_h, i_chunk, CALL)
+            tl.store(weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r, b_beta, mask=m_row)
+            i_rows = rows_kept(chunk, i_chunk, i_h, p, 1, CALL)
+            tl.store(p.strong + i_rows, is_strong.to(tl.int32))
+            is_any = is_any | is_strong.to(tl.int32)
+            if is_strong:
+                # strong gates keep keys from coinciding
+                tl.store(p.squares + i_rows + o_r, tl.zeros([C], tl.float32), mask=m_row)
+            else:
+                solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL)
+        tl.store(p.any_strong + i_chunk, is_any)
+    else:
+        chunk = visit(block.i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+        i_token = token_of(block.i_first, block.n_rows, chunk.i_row, CALL.flip)
+        o_r = tl.arange(0, C)
+        o_t = token_offsets(o_r, CALL.flip)
+        o_k = tl.arange(0, CALL.key_block)
+        m_read = chunk.i_row + o_r < chunk.n_read
+        b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
+        b_beta = marked(b_beta)
+        is_strong = fold_chunk(p, chunk, block.i_first, block.n_rows, i_h, i_chunk, CALL)
+        tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+        tl.store(p.strong + i_chunk, is_strong.to(tl.int32))
+        if is_strong | (chunk.i_row >= block.n_rows):
+            # strong gates keep keys from coinciding
+            tl.store(p.squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
+            return
+        solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL)

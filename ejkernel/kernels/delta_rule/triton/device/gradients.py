@@ -4,9 +4,30 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_rows, locate, locate_chunk
-from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, is_idle, marked, pair_decays
+from ejkernel.kernels.chunks.triton.device.places import (
+    after_first_gate,
+    leaves_state,
+    load_rows,
+    locate_block,
+    takes_state,
+    visit,
+    visit_of_block,
+)
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
+    add_rest,
+    heads_that_coincide,
+    listed_coincide,
+    rest_of,
+)
+from ejkernel.kernels.delta_rule.triton.device.decays import (
+    is_idle,
+    load_through,
+    load_weight,
+    marked,
+    pair_decays,
+    weight,
+    weights_of,
+)
 
 
 @triton.jit
@@ -57,7 +78,7 @@ def of_values(p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, STORE: tl.constex
 
 
 @triton.jit
-def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
+def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
     """What `gradients` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
@@ -72,10 +93,11 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     PRECISION: tl.constexpr = CALL.precision
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
+    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+    i_row = chunk.i_row
     o_v = i_v * BV + tl.arange(0, BV)
-    m_read = i_row + o_r < n_read
-    m_write = i_row + o_r < n_rows
+    m_read = i_row + o_r < chunk.n_read
+    m_write = i_row + o_r < chunk.n_end
     if NK == 1:
         # asked for as early as can be
         o_k = tl.arange(0, BK)
@@ -87,18 +109,19 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     b_queries = tl.full([C], CALL.scale, tl.float32)
     b_starts = -b_beta
     if DECAY == "head":
-        m_gate = m_read & (i_row + o_r > 0)
+        m_gate = m_read & after_first_gate(chunk, i_row + o_r, CALL)
         b_gate = tl.load(p.gate + (i_token + o_t) * H + i_h, mask=m_gate, other=0.0).to(tl.float32)
-        p_row = p.weights + i_chunk * (WEIGHTS * C) + o_r
-        b_since = tl.load(p_row + C)
-        b_until = tl.load(p_row + 2 * C)
+        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
+        b_since = load_weight(weight(p_row, 1, p, CALL), o_r, chunk, CALL)
+        b_until = load_weight(weight(p_row, 2, p, CALL), o_r, chunk, CALL)
         b_queries = b_queries * b_since
         b_starts = b_starts * b_since
         b_added = b_u.to(tl.float32) * b_until[:, None]
         b_u = b_added.to(b_u.dtype)
         if COINCIDE:
             b_u_rest = (rest_of(b_added) + b_u_rest.to(tl.float32) * b_until[:, None]).to(b_u.dtype)
-        b_pair = pair_decays(tl.load(p_row + 3 * C), tl.load(p_row + 4 * C))
+        b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
+        b_pair = pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
         b_dscore = b_dscore * b_pair
         b_dbelow = b_dbelow * b_pair
         b_arriving = tl.zeros([C], tl.float32)
@@ -119,8 +142,12 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
             b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
         o_state = o_v[:, None] * K + o_k[None, :]
         m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+        m_dstate = m_state
+        if CALL.listed:
+            m_dstate = m_state & leaves_state(chunk)
+            m_state = m_state & takes_state(chunk)
         b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+        b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_dstate, other=0.0)
         b_qt = tl.trans(b_q)
         b_kt = tl.trans(b_k)
         b_dend = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
@@ -154,9 +181,21 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
         m_later = o_r[:, None] > o_r[None, :]
         b_dgate = tl.sum(tl.where(m_later, b_leaving[None, :], 0.0), 1)
         b_dgate += tl.sum(tl.where(m_later, 0.0, b_arriving[None, :]), 1)
-        b_dgate += b_through * tl.load(p.weights + i_chunk * (WEIGHTS * C) + (2 * C - 1))
+        b_dgate += b_through * load_through(weights_of(p.weights, chunk, i_chunk, i_h, p, CALL), chunk, p, CALL)
         b_dgate = tl.where(m_gate & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
         tl.store(p.d_gate + (i_token + o_t) * (H * NV) + i_h * NV + i_v, b_dgate, mask=m_write)
+
+
+@triton.jit
+def of_block(p, i_block, i_h, i_v, CALL: tl.constexpr):
+    """What `gradients` gives, of the chunks of one block and head."""
+    block = locate_block(i_block, p, CALL)
+    if CALL.listed:
+        # what is the same for all chunks would take registers, and the next one's rows shared memory
+        for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
+            of_chunk(p, block, i_c, i_h, i_v, CALL)
+    else:
+        of_chunk(p, block, block.i_c, i_h, i_v, CALL)
 
 
 @triton.jit
@@ -173,11 +212,20 @@ def gradients(p, CALL: tl.constexpr):
     if CALL.keys_coincide:
         i_block = i_program // NV
         o_h = tl.arange(0, CALL.look)
-        _, i_c, _, n_rows, _ = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
-        b_coincide = heads_that_coincide(p, i_block, o_h, n_rows - i_c * CALL.chunk, CALL)
-        if tl.sum(b_coincide, 0) > 0:
-            for i_h in range(0, H):
-                if tl.sum(tl.where(o_h == i_h, b_coincide, 0), 0) > 0:
-                    of_chunk(p, i_block, i_h, i_v, CALL)
+        block = locate_block(i_block, p, CALL)
+        if CALL.listed:
+            for i_c in range(block.i_c, block.i_end):
+                chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+                b_coincide = listed_coincide(p, chunk, o_h, CALL)
+                if tl.sum(b_coincide, 0) > 0:
+                    for i_h in range(0, H):
+                        if tl.sum(tl.where(o_h == i_h, b_coincide, 0), 0) > 0:
+                            of_chunk(p, block, i_c, i_h, i_v, CALL)
+        else:
+            b_coincide = heads_that_coincide(p, i_block, o_h, block.n_rows - block.i_c * CALL.chunk, CALL)
+            if tl.sum(b_coincide, 0) > 0:
+                for i_h in range(0, H):
+                    if tl.sum(tl.where(o_h == i_h, b_coincide, 0), 0) > 0:
+                        of_block(p, i_block, i_h, i_v, CALL)
     else:
-        of_chunk(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)

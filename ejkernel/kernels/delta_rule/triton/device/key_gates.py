@@ -9,10 +9,18 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LARGEST, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.device.places import load_rows, locate_chunk
+from ejkernel.kernels.chunks.triton.device.places import (
+    after_first_gate,
+    load_flag,
+    load_rows,
+    locate_block,
+    store_tile,
+    visit,
+    visit_of_block,
+)
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.chunks.triton.device.strong_gates import sum_gates
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked
+from ejkernel.kernels.delta_rule.triton.device.decays import marked, weights_of
 from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
@@ -48,7 +56,7 @@ def folded(b, b_factor, SOLVE: tl.constexpr):
 
 
 @triton.jit
-def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
+def of_chunk(p, block, i_c, i_h, CALL: tl.constexpr):
     """What `solve_keyed` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
     FINE: tl.constexpr = CALL.fine
@@ -58,14 +66,15 @@ def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
     SOLVE: tl.constexpr = CALL.solve
-    i_chunk, i_row, i_token, _, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
-    m_read = i_row + o_r < n_read
+    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+    m_read = chunk.i_row + o_r < chunk.n_read
     # the first gate is in the state that the sequence begins with
-    m_gate = m_read & (i_row + o_r > 0)
+    m_gate = m_read & after_first_gate(chunk, chunk.i_row + o_r, CALL)
     b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
     b_beta = marked(b_beta)
     if not CALL.strong:
-        tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
+        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
+        store_tile(p_row, b_beta, chunk.i_row + o_r < chunk.n_end, not CALL.listed)
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
@@ -110,13 +119,29 @@ def of_chunk(p, i_block, i_h, CALL: tl.constexpr):
         tl.store(p.write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
         # states are met at the chunk's start and written to at its end
         b_none = tl.zeros([BK], tl.float32)
-        store_factors(p.factors, i_chunk, o_k, b_none, b_total, b_none, K)
+        store_factors(p.factors, chunk, i_chunk, o_k, b_none, b_total, b_none, CALL)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
     b_below = b_below * b_beta[:, None]
-    b_inverse = solve_system(p, b_below, b_beta, m_read, i_chunk, o_r, CALL)
-    store_reads(p, b_score, b_inverse, i_chunk, o_r, CALL)
+    b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
+    store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
+
+
+@triton.jit
+def of_block(p, i_block, i_h, CALL: tl.constexpr):
+    """What `solve_keyed` gives, of the chunks of one block and head; if it is of strong ones alone, of these."""
+    block = locate_block(i_block, p, CALL)
+    if CALL.listed:
+        for i_c in range(block.i_c, block.i_end):
+            if CALL.strong:
+                chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+                if load_flag(p.strong, chunk, 0, i_h, p, CALL) > 0:
+                    of_chunk(p, block, i_c, i_h, CALL)
+            else:
+                of_chunk(p, block, i_c, i_h, CALL)
+    else:
+        of_chunk(p, block, block.i_c, i_h, CALL)
 
 
 @triton.jit
@@ -133,10 +158,11 @@ def solve_keyed(p, CALL: tl.constexpr):
     i_program = tl.program_id(0)
     if CALL.strong:
         o_flag = tl.arange(0, CALL.look)
-        b_flag = tl.load(p.strong + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
+        p_flag = p.any_strong if CALL.listed else p.strong
+        b_flag = tl.load(p_flag + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, H):
                 if tl.sum(tl.where(o_flag == i_h, b_flag, 0), 0) > 0:
-                    of_chunk(p, i_program, i_h, CALL)
+                    of_block(p, i_program, i_h, CALL)
     else:
-        of_chunk(p, i_program // H, i_program % H, CALL)
+        of_block(p, i_program // H, i_program % H, CALL)

@@ -4,9 +4,23 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, load_columns, locate, locate_chunk
+from ejkernel.kernels.chunks.triton.device.places import (
+    after_first_gate,
+    leaves_state,
+    load_columns,
+    locate_block,
+    rows_kept,
+    takes_state,
+    visit,
+    visit_of_block,
+)
 from ejkernel.kernels.chunks.triton.device.strong_gates import split_gate
-from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import add_rest, heads_that_coincide, rest_of
+from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
+    add_rest,
+    heads_that_coincide,
+    listed_coincide,
+    rest_of,
+)
 from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
 from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
@@ -60,7 +74,7 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISIO
 
 
 @triton.jit
-def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
+def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
     """What `gradients_keyed` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
@@ -78,11 +92,14 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     PAD: tl.constexpr = K % BK != 0
     MIDDLE: tl.constexpr = CALL.middle
-    i_chunk, i_row, i_token, n_rows, n_read, o_r, o_t = locate_chunk(i_block, i_h, p, CALL)
+    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+    i_row = chunk.i_row
     o_v = i_v * BV + tl.arange(0, BV)
-    m_read = i_row + o_r < n_read
-    m_write = i_row + o_r < n_rows
-    m_gate = m_read & (i_row + o_r > 0)
+    m_read = i_row + o_r < chunk.n_read
+    m_write = i_row + o_r < chunk.n_end
+    m_gate = m_read & after_first_gate(chunk, i_row + o_r, CALL)
+    if CALL.listed:
+        i_flag = rows_kept(chunk, i_chunk, i_h, p, 1 if MIDDLE else NK, CALL)
     b_do, b_u, b_u_rest, b_dr, b_beta, b_dscore, b_dbelow = of_values(
         p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, not STRONG, CALL
     )
@@ -101,7 +118,9 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         if STRONG:
-            is_here = tl.load(p.strong + (i_chunk if MIDDLE else i_chunk * NK + i_k)) != 0
+            if not CALL.listed:
+                i_flag = i_chunk if MIDDLE else i_chunk * NK
+            is_here = tl.load(p.strong + (i_flag if MIDDLE else i_flag + i_k)) != 0
         else:
             b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, CALL.levels - 1, 0), FINE)
@@ -110,16 +129,21 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
                 # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
                 is_here = True
             elif MIDDLE:
-                is_here = tl.load(p.strong + i_chunk) == 0
+                is_here = tl.load(p.strong + (i_flag if CALL.listed else i_chunk)) == 0
             else:
                 is_here = largest(tl.abs(b_bits), CALL.flat) <= CALL.limit
                 if i_v == 0:
-                    tl.store(p.flag + i_chunk * NK + i_k, (is_here == 0).to(tl.int32))
+                    p_flag = p.flag + (i_flag if CALL.listed else i_chunk * NK) + i_k
+                    tl.store(p_flag, (is_here == 0).to(tl.int32))
         if is_here:
             o_state = o_v[:, None] * K + o_k[None, :]
             m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+            m_dstate = m_state
+            if CALL.listed:
+                m_dstate = m_state & leaves_state(chunk)
+                m_state = m_state & takes_state(chunk)
             b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-            b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+            b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_dstate, other=0.0)
             b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
             b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
             b_leaving = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0)
@@ -197,6 +221,18 @@ def of_chunk(p, i_block, i_h, i_v, CALL: tl.constexpr):
 
 
 @triton.jit
+def of_block(p, i_block, i_h, i_v, CALL: tl.constexpr):
+    """What `gradients_keyed` gives, of the chunks of one block and head."""
+    block = locate_block(i_block, p, CALL)
+    if CALL.listed:
+        # what is the same for all chunks would take registers, and the next one's rows shared memory
+        for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
+            of_chunk(p, block, i_c, i_h, i_v, CALL)
+    else:
+        of_chunk(p, block, block.i_c, i_h, i_v, CALL)
+
+
+@triton.jit
 def gradients_keyed(p, CALL: tl.constexpr):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
@@ -216,14 +252,30 @@ def gradients_keyed(p, CALL: tl.constexpr):
     if CALL.strong or CALL.keys_coincide:
         i_block = i_program // NV
         o_flag = tl.arange(0, CALL.look)
-        if CALL.keys_coincide:
-            _, i_c, _, n_rows, _ = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
-            b_flag = heads_that_coincide(p, i_block, o_flag, n_rows - i_c * CALL.chunk, CALL)
+        if CALL.listed:
+            block = locate_block(i_block, p, CALL)
+            for i_c in range(block.i_c, block.i_end):
+                chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+                if CALL.keys_coincide:
+                    b_flag = listed_coincide(p, chunk, o_flag, CALL)
+                else:
+                    # as many of each head, at its first row
+                    EACH: tl.constexpr = FLAGS // H
+                    i_row = (block.i_n.to(tl.int64) * H + o_flag // EACH) * p.T + chunk.i_row
+                    b_flag = tl.load(p.strong + i_row * EACH + o_flag % EACH, mask=o_flag < FLAGS, other=0)
+                if tl.sum(b_flag, 0) > 0:
+                    for i_h in range(0, H):
+                        if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
+                            of_chunk(p, block, i_c, i_h, i_v, CALL)
         else:
-            b_flag = tl.load(p.strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
-        if tl.sum(b_flag, 0) > 0:
-            for i_h in range(0, H):
-                if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
-                    of_chunk(p, i_block, i_h, i_v, CALL)
+            if CALL.keys_coincide:
+                block = locate_block(i_block, p, CALL)
+                b_flag = heads_that_coincide(p, i_block, o_flag, block.n_rows - block.i_c * CALL.chunk, CALL)
+            else:
+                b_flag = tl.load(p.strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+            if tl.sum(b_flag, 0) > 0:
+                for i_h in range(0, H):
+                    if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
+                        of_block(p, i_block, i_h, i_v, CALL)
     else:
-        of_chunk(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)

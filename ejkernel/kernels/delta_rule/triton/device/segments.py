@@ -54,6 +54,10 @@ def scan_segments(p, CALL: tl.constexpr):
                     o_pair = o_from[:, None] + o_k[None, :] * K
                 m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
                 b_transition = tl.load(p.transitions + i_here * (K * K) + o_pair, mask=m_pair, other=0.0)
-                b_state = tl.dot(b_from, b_transition, acc=b_state, input_precision=CALL.precision)
+                b_passed = tl.dot(b_from, b_transition, acc=b_state, input_precision=CALL.precision)
+                if CALL.listed:
+                    # nothing passes, whatever it is
+                    b_passed = tl.where(tl.max(tl.max(tl.abs(b_transition), 1), 0) == 0.0, b_state, b_passed)
+                b_state = b_passed
         i_next = i_here + i_step * H
         tl.store(p.found + i_next * (K * V) + o_state, b_state, mask=m_state)

@@ -8,29 +8,35 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LARGEST
 from ejkernel.kernels.chunks.triton.device.places import (
+    CUT,
+    REAL,
+    first_entries,
+    keep_branch,
+    listed_chunk,
+    listed_from,
     load_columns,
+    load_flag,
     load_rows,
     locate_segment,
+    next_entries,
     store_tile,
     token_of,
     token_offsets,
+    visit,
 )
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     any_coincide,
     any_weak,
+    load_pairs,
     load_rest,
+    mark_sequences,
     measure,
     rest_of,
     store_rests,
 )
-from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, WEIGHTS
+from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, load_through, load_weight, weight, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
-
-
-@triton.jit
-def load_pairs(p_pair, i_chunk, o_r, C: tl.constexpr):
-    return tl.load(p_pair + i_chunk * (C * C) + o_r[:, None] * C + o_r[None, :])
 
 
 @triton.jit
@@ -48,6 +54,16 @@ def short_of(b_v, b_met, b_unit, PLAIN: tl.constexpr):
 
 
 @triton.jit
+def load_factor(p_fade, NUMBER: tl.constexpr, is_there, o_k, CALL: tl.constexpr):
+    """A state's decays, one of three in a chunk, that a listed one may not have."""
+    K: tl.constexpr = CALL.key_dim
+    if CALL.listed:
+        return tl.load(p_fade + tl.where(is_there, NUMBER * K, 3 * K), mask=o_k < K, other=0.0)
+    else:
+        return tl.load(p_fade + NUMBER * K, mask=o_k < K, other=0.0)
+
+
+@triton.jit
 def forward(p, CALL: tl.constexpr):
     """`out = scale (e^A q S + P u)`, `S ← e^{A_C} S + (e^{A_C - A} k)ᵀ u`, where `u = (I + M)⁻¹ β (v - e^A k S)`.
 
@@ -59,6 +75,7 @@ def forward(p, CALL: tl.constexpr):
     segment makes of nothing, as `p.final`, and of each key dim, as `p.states`.
     A second launch does so once more, with more digits, where some chunk's keys coincide, in the memory of the first
     one's results, and stores what rounding takes off the systems' solutions, and KEEP off `u`.
+    Where rows hold several sequences a program walks over all of a row's, and starts anew where nothing passes.
     """
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
@@ -100,18 +117,27 @@ def forward(p, CALL: tl.constexpr):
         if is_last | (i_n >= p.N) | ((i_part >= NV) & (i_j == 0)):
             return
         m_start = m_start & (i_j == 0)
+    if COINCIDE and DECAY == "head":
+        if any_weak(p.any_weak if CALL.listed else p.weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+            return
+    if CALL.listed:
+        i_from, n_steps = listed_from(i_n, i_from, n_steps, p, CALL)
+        entry, next_entry = first_entries(i_from, n_steps, i_n, p, False)
     if COINCIDE:
         if DECAY == "head":
-            if any_weak(p, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+            measure(p, i_n, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL)
+        if CALL.listed:
+            p_mine = p.mine + ((i_n.to(tl.int64) * H + i_h) * PARTS + i_part) * p.T
+            if mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL) == 0:
                 return
-            measure(p, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL)
-        if any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
+        elif any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
             return
         for i_c in range(i_from, i_from + n_steps):
-            i_token = token_of(i_first, n_rows, i_c * C, FLIP)
-            m_read = i_c * C + o_r < n_read
-            i_chunk = (i_chunk0 + i_c) * H + i_h
-            store_rests(p, i_token, i_h, i_chunk, o_t, m_read, CALL)
+            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+            i_token = token_of(i_first, n_rows, chunk.i_row, FLIP)
+            m_read = chunk.i_row + o_r < chunk.n_read
+            i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
+            store_rests(p, chunk, i_token, i_h, i_chunk, o_t, m_read, CALL)
         # what other threads have written
         tl.debug_barrier()
     if EFFECTS:
@@ -123,38 +149,61 @@ def forward(p, CALL: tl.constexpr):
         b_state += tl.load(p_tile, mask=m_start, other=0.0)
     if DECAY == "key":
         p_fade = p.factors + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
-    if MIDDLE:
+    if MIDDLE and not CALL.listed:
         b_state = b_state * tl.load(p_fade, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
+    passes = i_n >= 0
     b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p.value.dtype.element_ty)
     for i_step in range(0, n_steps):
         i_c = i_from + i_step
-        i_row = i_c * C
+        if CALL.listed:
+            chunk = listed_chunk(i_n, entry, next_entry, CALL)
+            entry, next_entry = next_entries(i_c, i_n, p, False)
+        else:
+            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+        i_row = chunk.i_row
         i_token = token_of(i_first, n_rows, i_row, FLIP)
-        i_chunk = (i_chunk0 + i_c) * H + i_h
+        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         if MIDDLE:
-            is_strong = tl.load(p.strong + i_chunk) != 0
-        m_read = i_row + o_r < n_read
+            is_strong = load_flag(p.strong, chunk, i_chunk, i_h, p, CALL) != 0
+        m_read = i_row + o_r < chunk.n_read
+        takes = True
+        if CALL.listed:
+            is_real = (chunk.entry & REAL) != 0
+            # nothing comes from what is walked over before this chunk
+            is_cut = (chunk.entry & CUT) != 0
+            if is_cut:
+                keep_branch(p, i_n)
+                b_state = tl.zeros([BV, BK], tl.float32)
+            takes = is_real & (is_cut == 0)
+            if COINCIDE:
+                is_here = tl.load(p_mine + i_row) != 0
+            if DECAY == "key":
+                p_fade = p.factors + i_chunk * (4 * K) + o_k
+            if MIDDLE:
+                b_state = b_state * load_factor(p_fade, 0, takes, o_k, CALL)[None, :]
+            if EFFECTS:
+                passes = passes & (((chunk.entry | chunk.next_entry) & CUT) == 0)
         b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
         if DECAY == "key":
             b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
         b_v = load_columns(p.value, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
-        b_inverse = load_pairs(p.inverse, i_chunk, o_r, C)
+        b_inverse = load_pairs(p.inverse, chunk, i_chunk, i_h, o_r, p, CALL)
         if not EFFECTS:
             b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-            b_read = load_pairs(p.reads, i_chunk, o_r, C)
-        p_row = p.weights + i_chunk * (WEIGHTS * C)
+            b_read = load_pairs(p.reads, chunk, i_chunk, i_h, o_r, p, CALL)
+        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL)
         b_seen = b_state.to(b_k.dtype)
         b_met = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
         if not EFFECTS:
             b_out = tl.dot(b_seen, tl.trans(b_q), input_precision=PRECISION)
         if DECAY == "head":
-            b_since = tl.load(p_row + C + o_r)[None, :]
+            b_since = load_weight(weight(p_row, 1, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
             b_met = b_met * b_since
             if not EFFECTS:
                 b_out = b_out * b_since
-            b_state = b_state * tl.load(p_row + 2 * C - 1)
-        b_beta = tl.load(p_row + o_r)[None, :]
+            b_state = b_state * load_through(p_row, chunk, p, CALL)
+        b_beta = load_weight(p_row + o_r, o_r, chunk, CALL)[None, :]
         b_error = short_of(b_v, b_met, b_unit, EFFECTS) * b_beta
         m_idle = b_beta == IDLE
         if DECAY == "head":
@@ -165,7 +214,7 @@ def forward(p, CALL: tl.constexpr):
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION)
             if COINCIDE:
                 b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
-                b_rest = load_rest(p.rests, i_chunk, o_r, False, C)
+                b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, False, CALL)
                 b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_rest), acc=b_out)
             b_out = b_out * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
@@ -173,39 +222,58 @@ def forward(p, CALL: tl.constexpr):
         if COINCIDE:
             b_ordered = in_order_of_operands(b_error - nearest(b_error, SOLVE), BV, C)
             b_u = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_u, input_precision=SOLVE)
-            b_rest = load_rest(p.rests, i_chunk, o_r, True, C)
+            b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, True, CALL)
             b_u = tl.dot(b_asked.to(b_k.dtype), b_rest, acc=b_u)
         b_weight = tl.where(b_beta == IDLE, 0.0, 1.0)
         if DECAY == "head":
-            b_weight = b_weight * tl.load(p_row + 2 * C + o_r)[None, :]
+            b_weight = b_weight * load_weight(weight(p_row, 2, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
         b_put = b_u * b_weight
+        if CALL.listed:
+            b_put = tl.where(is_real, b_put, 0.0)
         if MIDDLE:
             if is_strong:
-                b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+                b_state = b_state * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
         elif DECAY == "key":
-            b_state = b_state * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+            b_state = b_state * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
         if COINCIDE:
             b_state = tl.dot(rest_of(b_put), b_write, acc=b_state)
-        if MIDDLE:
+        if MIDDLE and not CALL.listed:
             b_fade = tl.load(p_fade + 2 * K, mask=o_k < K, other=0.0)
             b_fade = b_fade * tl.load(p_fade + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_state = b_state * b_fade[None, :]
-        if DECAY == "key":
+        if DECAY == "key" and not CALL.listed:
             p_fade += 3 * H * K
+        if CALL.listed:
+            if MIDDLE:
+                b_state = b_state * load_factor(p_fade, 2, is_real, o_k, CALL)[None, :]
         # always so; the compiler asks for the next chunk's rows before it comes to what is conditional
         if not EFFECTS:
-            if i_c < n_chunks:
+            if chunk.i_c < n_chunks:
                 i_rows = (i_token * H + i_h) * V
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-                m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
+                m_rows = (i_row + o_r < chunk.n_end)[:, None] & (o_v[None, :] < V)
+                m_seen = m_state
+                if CALL.listed:
+                    if is_real == 0:
+                        tl.store(p.output + i_rows + o_rows, tl.zeros([C, BV], p.output.dtype.element_ty), mask=m_rows)
+                    # padding's rows are written, and nobody asks what tokens add there
+                    m_rows = m_rows & is_real
+                    m_seen = m_seen & takes
+                    if COINCIDE:
+                        m_rows = m_rows & is_here
+                        m_seen = m_seen & is_here
                 b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
                 store_tile(p.output + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
                 if CALL.keep:
                     store_tile(p.added + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), m_rows, WHOLE and not PAD_V)
                     if COINCIDE:
                         tl.store(p.added_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
-                    tl.store(p.states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+                    tl.store(p.states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_seen)
+    if CALL.listed and COINCIDE:
+        # of the sequence that was walked over last
+        if tl.load(p_mine + visit(i_from + n_steps - 1, i_n, n_rows, n_read, p, CALL).i_row) == 0:
+            return
     if EFFECTS:
         i_here = i_block.to(tl.int64) * H + i_h
         if i_part < NV:
@@ -214,6 +282,9 @@ def forward(p, CALL: tl.constexpr):
             o_from = o_v - NV * BV
             # finite, since 0 times infinity is no number
             b_state = tl.minimum(tl.maximum(b_state, -LARGEST), LARGEST)
+            if CALL.listed:
+                # either way
+                b_state = tl.where(passes, b_state, 0.0)
             m_pair = (o_from[:, None] < K) & (o_k[None, :] < K)
             tl.store(p.states + i_here * (K * K) + (o_from[:, None] * K + o_k[None, :]), b_state, mask=m_pair)
     elif is_last & (i_n < p.N):
@@ -262,11 +333,18 @@ def backward(p, CALL: tl.constexpr):
         if (i_j == 0) | (i_n >= p.N):
             return
         m_start = m_start & (i_from + n_steps >= n_chunks)
+    if COINCIDE and DECAY == "head":
+        if any_weak(p.any_weak if CALL.listed else p.weak, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+            return
+    if CALL.listed:
+        i_from, n_steps = listed_from(i_n, i_from, n_steps, p, CALL)
+        entry, next_entry = first_entries(i_from, n_steps, i_n, p, True)
     if COINCIDE:
-        if DECAY == "head":
-            if any_weak(p, (i_chunk0 + i_from) * H + i_h, n_steps, H) == 0:
+        if CALL.listed:
+            p_mine = p.mine + ((i_n.to(tl.int64) * H + i_h) * NV + i_program % NV) * p.T
+            if mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL) == 0:
                 return
-        if any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
+        elif any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
             return
     if CALL.start:
         p_tile = p.d_final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
@@ -275,76 +353,110 @@ def backward(p, CALL: tl.constexpr):
         b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
     if DECAY == "key":
         p_fade = p.factors + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
-    if MIDDLE:
+    if MIDDLE and not CALL.listed:
         b_dstate = b_dstate * tl.load(p_fade + 2 * K, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
-        i_row = i_c * C
+        if CALL.listed:
+            chunk = listed_chunk(i_n, entry, next_entry, CALL)
+            entry, next_entry = next_entries(i_c, i_n, p, True)
+        else:
+            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+        i_row = chunk.i_row
         i_token = token_of(i_first, n_rows, i_row, CALL.flip)
-        i_chunk = (i_chunk0 + i_c) * H + i_h
+        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         if MIDDLE:
-            is_strong = tl.load(p.strong + i_chunk) != 0
-        m_read = i_row + o_r < n_read
+            is_strong = load_flag(p.strong, chunk, i_chunk, i_h, p, CALL) != 0
+        m_read = i_row + o_r < chunk.n_read
+        takes = True
+        if CALL.listed:
+            is_real = (chunk.entry & REAL) != 0
+            is_cut = (chunk.next_entry & CUT) != 0
+            if is_cut:
+                keep_branch(p, i_n)
+                b_dstate = tl.zeros([BV, BK], tl.float32)
+            takes = is_real & (is_cut == 0)
+            if COINCIDE:
+                is_here = tl.load(p_mine + i_row) != 0
+            if DECAY == "key":
+                p_fade = p.factors + i_chunk * (4 * K) + o_k
+            if MIDDLE:
+                b_dstate = b_dstate * load_factor(p_fade, 2, takes, o_k, CALL)[None, :]
         b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
         b_write = b_k
         if DECAY == "key":
             b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
         b_do = load_columns(p.d_output, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
-        b_read = load_pairs(p.reads, i_chunk, o_r, C)
-        b_inverse = load_pairs(p.transposed, i_chunk, o_r, C)
+        b_read = load_pairs(p.reads, chunk, i_chunk, i_h, o_r, p, CALL)
+        b_inverse = load_pairs(p.transposed, chunk, i_chunk, i_h, o_r, p, CALL)
         b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-        p_row = p.weights + i_chunk * (WEIGHTS * C)
+        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL)
         b_seen = b_dstate.to(b_k.dtype)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
         if COINCIDE:
             # what keys that coincide have in common is small beside the rest of what adds up over many tokens
             b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
         b_query = b_do.to(tl.float32) * CALL.scale
-        b_beta = tl.load(p_row + o_r)[None, :]
+        b_beta = load_weight(p_row + o_r, o_r, chunk, CALL)[None, :]
         b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
         if DECAY == "head":
-            b_since = tl.load(p_row + C + o_r)[None, :]
-            b_du = b_du * tl.load(p_row + 2 * C + o_r)[None, :]
+            b_since = load_weight(weight(p_row, 1, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
+            b_du = b_du * load_weight(weight(p_row, 2, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
             b_query = b_query * b_since
             b_beta = b_beta * b_since
-            b_dstate = b_dstate * tl.load(p_row + 2 * C - 1)
+            b_dstate = b_dstate * load_through(p_row, chunk, p, CALL)
         if MIDDLE:
             if is_strong:
-                b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+                b_dstate = b_dstate * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
         elif DECAY == "key":
-            b_dstate = b_dstate * tl.load(p_fade + K, mask=o_k < K, other=0.0)[None, :]
+            b_dstate = b_dstate * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION)
         if COINCIDE:
-            b_dr = tl.dot(b_do, load_rest(p.rests, i_chunk, o_r, False, C), acc=b_dr)
+            b_dr = tl.dot(b_do, load_rest(p, chunk, i_chunk, i_h, o_r, False, CALL), acc=b_dr)
         b_dr = b_dr * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         if COINCIDE:
             b_ordered = in_order_of_operands(b_du - nearest(b_du, SOLVE), BV, C)
             b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-            b_rest = load_rest(p.rests, i_chunk, o_r, True, C)
+            b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, True, CALL)
             b_dr = tl.dot(b_du.to(b_k.dtype), tl.trans(b_rest), acc=b_dr)
         b_taken = b_dr * -b_beta
+        if CALL.listed:
+            b_taken = tl.where(is_real, b_taken, 0.0)
         b_dstate = tl.dot(b_taken.to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
         if COINCIDE:
             b_dstate = tl.dot(rest_of(b_taken), b_k, acc=b_dstate)
-        if MIDDLE:
+        if MIDDLE and not CALL.listed:
             b_fade = tl.load(p_fade, mask=o_k < K, other=0.0)
             p_before = p_fade - 3 * H * K + 2 * K
             b_fade = b_fade * tl.load(p_before, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_dstate = b_dstate * b_fade[None, :]
-        if DECAY == "key":
+        if DECAY == "key" and not CALL.listed:
             p_fade -= 3 * H * K
+        if CALL.listed:
+            if MIDDLE:
+                b_dstate = b_dstate * load_factor(p_fade, 0, is_real, o_k, CALL)[None, :]
         if not EFFECTS:
             # always so, as in `forward`
-            if i_c < n_chunks:
+            if chunk.i_c < n_chunks:
                 b_rows = tl.trans(b_dr.to(b_k.dtype))
                 i_rows = (i_token * H + i_h) * V
                 o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-                m_rows = (i_row + o_r < n_rows)[:, None] & (o_v[None, :] < V)
+                m_rows = (i_row + o_r < chunk.n_end)[:, None] & (o_v[None, :] < V)
+                m_seen = m_state
+                if CALL.listed:
+                    m_seen = m_seen & takes
+                    if COINCIDE:
+                        m_rows = m_rows & is_here
+                        m_seen = m_seen & is_here
                 store_tile(p.d_r + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
-                tl.store(p.d_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_state)
+                tl.store(p.d_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_seen)
+    if CALL.listed and COINCIDE:
+        # of the sequence that was walked over last
+        if tl.load(p_mine + visit(i_from, i_n, n_rows, n_read, p, CALL).i_row) == 0:
+            return
     if EFFECTS:
         p_tile = p.d_start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
         tl.store(p_tile, b_dstate, mask=m_state)

@@ -4,30 +4,33 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, in_bits
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, locate, token_of
+from ejkernel.kernels.chunks.triton.device.places import (
+    CHUNKS,
+    CUT,
+    FIRST,
+    GROUPS,
+    REAL,
+    listed_from,
+    locate,
+    rows_kept,
+    token_of,
+    visit,
+)
 
 
 @triton.jit
-def fold_head_gates(p, CALL: tl.constexpr):
-    """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
-
-    Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
-    that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
-    """
+def fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL: tl.constexpr):
+    """What `fold_head_gates` gives, of one chunk; a listed one's flag is left to the caller."""
     H: tl.constexpr = CALL.heads
-    BH: tl.constexpr = CALL.head_block
     C: tl.constexpr = CALL.chunk
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_program = tl.program_id(0)
-    i_block = i_program // NH
-    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
-    o_r = tl.arange(0, C)
-    o_h = (i_program % NH) * BH + tl.arange(0, BH)
-    m_gate = (i_c * C + o_r < n_read)[:, None] & (o_h < H)[None, :]
+    m_gate = (chunk.i_row + o_r < chunk.n_read)[:, None] & (o_h < H)[None, :]
+    if CALL.listed:
+        # a first gate meets no state
+        m_gate = m_gate & ((o_r > 0) | ((chunk.entry & CUT) == 0))[:, None]
     if CALL.decay == "constant":
-        p_tile = p.gate + i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
+        p_tile = p.gate + chunk.i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
     else:
-        p_tile = p.gate + token_of(i_first, n_rows, i_c * C + o_r, CALL.flip)[:, None] * H + o_h[None, :]
+        p_tile = p.gate + token_of(i_first, n_rows, chunk.i_row + o_r, CALL.flip)[:, None] * H + o_h[None, :]
     b_gate = in_bits(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32))
     b_whole = tl.floor(b_gate + 0.5)
     b_part = tl.cumsum(b_gate - b_whole, 0)
@@ -51,20 +54,59 @@ def fold_head_gates(p, CALL: tl.constexpr):
     )
     o_pair = tl.arange(0, 2)
     o_weight = o_r[:, None, None, None] * 4 + o_pair[None, None, :, None] * 2 + o_pair[None, None, None, :]
-    p_tile = p.weights + (i_chunk * (4 * C))[:, :, None, None] + o_weight
-    tl.store(p_tile, b_weight, mask=m_chunk[:, :, None, None])
-    tl.store(p.factors + i_chunk * 2, tl.exp2(b_early), mask=m_chunk)
-    tl.store(p.factors + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_chunk)
-    tl.store(p.flag + i_chunk, (b_most > CALL.limit).to(tl.int32), mask=m_chunk)
+    p_tile = p.weights + rows_kept(chunk, i_chunk, o_h[None, :], p, 4, CALL)[:, :, None, None] + o_weight
+    m_weight = m_chunk
+    m_early = m_chunk
+    m_late = m_chunk
+    if CALL.listed:
+        m_weight = m_weight & (chunk.i_row + o_r < chunk.n_end)[:, None]
+        # of those chunks that take a state, and that leave one
+        m_early = m_early & ((chunk.entry & (REAL | CUT)) == REAL)
+        m_late = m_late & ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
+    tl.store(p_tile, b_weight, mask=m_weight[:, :, None, None])
+    tl.store(p.factors + i_chunk * 2, tl.exp2(b_early), mask=m_early)
+    tl.store(p.factors + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_late)
+    if not CALL.listed:
+        tl.store(p.flag + i_chunk, (b_most > CALL.limit).to(tl.int32), mask=m_chunk)
+    return b_most > CALL.limit
 
 
 @triton.jit
-def sum_head_gates(p, CALL: tl.constexpr):
-    """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
+def fold_head_gates(p, CALL: tl.constexpr):
+    """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
 
-    What the sum should have come to at the group's start is known too, from the states there: the difference, which is
-    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms. One
-    gate for all tokens adds up what is left of them, and so counts what of a term leaves its chunk, and the ends.
+    Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
+    that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
+    """
+    H: tl.constexpr = CALL.heads
+    BH: tl.constexpr = CALL.head_block
+    C: tl.constexpr = CALL.chunk
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
+    o_r = tl.arange(0, C)
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    if CALL.listed:
+        i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
+        m_chunk = (o_h < H)[None, :]
+        p_flags = p.flag + (i_n.to(tl.int64) * H + o_h[None, :]) * p.T
+        b_any = tl.zeros([1, BH], tl.int32)
+        for i in range(i_from, i_from + n_listed):
+            chunk = visit(i, i_n, n_rows, n_read, p, CALL)
+            b_here = fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL).to(tl.int32)
+            tl.store(p_flags + chunk.i_row, b_here, mask=m_chunk)
+            b_any = b_any | b_here
+        tl.store(p.any_flag + (i_block.to(tl.int64) * H + o_h)[None, :], b_any, mask=m_chunk)
+    else:
+        fold_chunk(p, visit(i_c, i_n, n_rows, n_read, p, CALL), i_block, i_first, n_rows, o_r, o_h, CALL)
+
+
+@triton.jit
+def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes, leaves, o_h, CALL: tl.constexpr):
+    """What `sum_head_gates` gives, of the rows from `i_low` on: those of a group, or of one sequence in it.
+
+    The latter may take a state from before the group, and leave one behind it.
     """
     H: tl.constexpr = CALL.heads
     BH: tl.constexpr = CALL.head_block
@@ -72,18 +114,13 @@ def sum_head_gates(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     BLOCK: tl.constexpr = C * CALL.group
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_program = tl.program_id(0)
-    i_block = i_program // NH
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, GROUPS, BLOCK, CALL)
     o_r = tl.arange(0, BLOCK)
-    i_row = i_j * BLOCK + o_r
-    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    i_row = i_low + o_r
     m_h = o_h < H
-    m_tile = (i_row < n_rows)[:, None] & m_h[None, :]
+    m_tile = (i_row < n_high)[:, None] & m_h[None, :]
     i_token = token_of(i_first, n_rows, i_row, CALL.flip)
     o_tile = i_token[:, None] * H + o_h[None, :]
-    if i_j * BLOCK < n_rows:
+    if i_low < n_high:
         b_query = tl.zeros([BLOCK, BH], tl.float32)
         b_key = tl.zeros([BLOCK, BH], tl.float32)
         for i_z in tl.static_range(NZ):
@@ -98,11 +135,16 @@ def sum_head_gates(p, CALL: tl.constexpr):
         p_end = p.border + (i_block.to(tl.int64) * H + o_h) * NZ
         b_end = tl.zeros([BH], tl.float32)
         b_start = tl.zeros([BH], tl.float32)
+        m_end = m_h
+        m_start = m_h
+        if CALL.listed:
+            m_end = m_end & leaves
+            m_start = m_start & takes
         for i_z in tl.static_range(NZ):
-            b_end += tl.load(p_end + i_z, mask=m_h, other=0.0) * CALL.scale
-            b_start += tl.load(p_end - H * NZ + i_z, mask=m_h & (i_j > 0), other=0.0) * CALL.scale
+            b_end += tl.load(p_end + i_z, mask=m_end, other=0.0) * CALL.scale
+            b_start += tl.load(p_end - H * NZ + i_z, mask=m_start & (i_j > 0), other=0.0) * CALL.scale
         if CALL.start:
-            b_start += tl.load(p.first + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_j == 0) & (i_n < p.N), other=0.0)
+            b_start += tl.load(p.first + i_n.to(tl.int64) * H + o_h, mask=m_start & (i_j == 0) & (i_n < p.N), other=0.0)
         b_rest = tl.sum(b_sum, 0) + b_end - b_start
         # of the largest, lest squares overflow
         b_most = tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0)
@@ -131,4 +173,45 @@ def sum_head_gates(p, CALL: tl.constexpr):
             m_gate = (i_row < n_read)[:, None] & m_h[None, :]
             b_gate = tl.load(p.gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
             b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
+        if CALL.listed:
+            # a first gate that meets no state, and padding
+            b_sum = tl.where(((takes | (o_r > 0)) & (i_row < n_read))[:, None], b_sum, 0.0)
         tl.store(p.d_gate + o_tile, b_sum.to(p.d_gate.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def sum_head_gates(p, CALL: tl.constexpr):
+    """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
+
+    What the sum should have come to at the group's start is known too, from the states there: the difference, which is
+    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms. One
+    gate for all tokens adds up what is left of them, and so counts what of a term leaves its chunk, and the ends.
+    """
+    H: tl.constexpr = CALL.heads
+    BH: tl.constexpr = CALL.head_block
+    BLOCK: tl.constexpr = CALL.chunk * CALL.group
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_program = tl.program_id(0)
+    i_block = i_program // NH
+    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, GROUPS, BLOCK, CALL)
+    o_h = (i_program % NH) * BH + tl.arange(0, BH)
+    i_low = i_j * BLOCK
+    if CALL.listed:
+        n_sizes = tl.minimum(tl.cdiv(n_rows, CALL.chunk) - i_j * CALL.group, CALL.group)
+        i_from, n_listed = listed_from(i_n, i_j * CALL.group, n_sizes, p, CALL)
+        n_high = 0
+        # whether there is a part of a sequence that ends there, and something passes from there to the group's end
+        is_open = True
+        leaves = True
+        for i in range(0, n_listed):
+            chunk = visit(i_from + n_listed - 1 - i, i_n, n_rows, n_read, p, CALL)
+            is_open = is_open & ((chunk.next_entry & CUT) == 0)
+            is_end = (i == 0) | ((chunk.next_entry & FIRST) != 0)
+            n_high = tl.where(is_end, chunk.n_end, n_high)
+            leaves = tl.where(is_end, is_open, leaves)
+            if (i == n_listed - 1) | ((chunk.entry & FIRST) != 0):
+                takes = (chunk.entry & CUT) == 0
+                n_known = tl.where((chunk.entry & REAL) != 0, n_high, 0)
+                sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_known, chunk.i_row, n_high, takes, leaves, o_h, CALL)
+    else:
+        sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_rows, True, True, o_h, CALL)

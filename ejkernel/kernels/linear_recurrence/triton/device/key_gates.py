@@ -8,7 +8,19 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST
-from ejkernel.kernels.chunks.triton.device.places import CHUNKS, GROUPS, blocks_before, locate, token_of
+from ejkernel.kernels.chunks.triton.device.places import (
+    CHUNKS,
+    CUT,
+    FIRST,
+    GROUPS,
+    REAL,
+    blocks_before,
+    listed_from,
+    load_flag,
+    locate,
+    token_of,
+    visit,
+)
 
 
 @triton.jit
@@ -37,10 +49,13 @@ def rows_below(i0, n_rows, m_k):
 
 @triton.jit
 def fold_half(
-    p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k,
+    p, i_first, n_rows, n_read, i_row, i_gate, i_h, i_qh, i_kh, o_k, m_k,
     HALF: tl.constexpr, LATE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Folds the gates of half a chunk, from its middle outwards; returns their sums and the largest on the way."""
+    """Folds the gates of half a chunk, from its middle outwards; returns their sums and the largest on the way.
+
+    Gates count from row `i_gate` on.
+    """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -58,11 +73,11 @@ def fold_half(
         m0, m1, m2, m3 = m_k & (i0 < n_read), m_k & (i1 < n_read), m_k & (i2 < n_read), m_k & (i3 < n_read)
         i_token = token_of(i_first, n_rows, i0, CALL.flip)
         o_hat = (i_token * H + i_h) * K + o_k
-        if CALL.start or LATE:
+        if LATE or (CALL.start and not CALL.listed):
             g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, m0, m1, m2, m3)
         else:
             # the first gate meets no state, and must not make an infinite one of it
-            e0, e1, e2, e3 = m0 & (i0 > 0), m1 & (i1 > 0), m2 & (i2 > 0), m3 & (i3 > 0)
+            e0, e1, e2, e3 = m0 & (i0 >= i_gate), m1 & (i1 >= i_gate), m2 & (i2 >= i_gate), m3 & (i3 >= i_gate)
             g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, e0, e1, e2, e3)
         q0, q1, q2, q3 = load_four(p.query, (i_token * HQ + i_qh) * K + o_k, SIGN * HQ * K, m0, m1, m2, m3)
         k0, k1, k2, k3 = load_four(p.key, (i_token * HK + i_kh) * K + o_k, SIGN * HK * K, m0, m1, m2, m3)
@@ -90,58 +105,117 @@ def fold_half(
 
 
 @triton.jit
-def fold_gates(p, CALL: tl.constexpr):
-    """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
+def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
+    """What `fold_gates` gives, of one chunk; a listed one's flag is left to the caller."""
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
-    C: tl.constexpr = CALL.chunk
-    HALF: tl.constexpr = C // 2
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = i_program // H
-    _, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
-    i_row = i_c * C
+    HALF: tl.constexpr = CALL.chunk // 2
     i_qh = i_h // (H // CALL.query_heads)
     i_kh = i_h // (H // CALL.key_heads)
     o_k = tl.arange(0, CALL.key_block)
     m_k = o_k < K
-    b_early, b_most = fold_half(p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k, HALF, False, CALL)
-    b_late, b_most_late = fold_half(p, i_first, n_rows, n_read, i_row, i_h, i_qh, i_kh, o_k, m_k, HALF, True, CALL)
+    i_row = chunk.i_row
+    n_read = chunk.n_read
+    i_gate = 1
+    m_early = m_k
+    m_late = m_k
+    if CALL.listed:
+        i_gate = first_gate(chunk, CALL)
+        # of those chunks that take a state, and that leave one
+        m_early = m_k & ((chunk.entry & (REAL | CUT)) == REAL)
+        m_late = m_k & ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
+    b_early, b_most = fold_half(p, i_first, n_rows, n_read, i_row, i_gate, i_h, i_qh, i_kh, o_k, m_k, HALF, False, CALL)
+    b_late, b_most_late = fold_half(
+        p, i_first, n_rows, n_read, i_row, i_gate, i_h, i_qh, i_kh, o_k, m_k, HALF, True, CALL
+    )
     is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > CALL.limit
-    i_chunk = i_program.to(tl.int64)
-    tl.store(p.flag + i_chunk, is_exact.to(tl.int32))
-    tl.store(p.late + i_chunk * K + o_k, b_late, mask=m_k)
+    if not CALL.listed:
+        tl.store(p.flag + i_chunk, is_exact.to(tl.int32))
+        tl.store(p.late + i_chunk * K + o_k, b_late, mask=m_k)
     # a flagged chunk's k̂ and q̂ carry the decay to its ends already
     b_all = tl.exp2(tl.minimum(b_early + b_late, MOST))
     b_first = tl.where(is_exact, b_all, tl.exp2(b_early))
     b_second = tl.where(is_exact, 1.0, tl.exp2(b_late))
-    p_pair = p.factors + i_chunk * (4 * K) + o_k
-    tl.store(p_pair, b_first, mask=m_k)
-    tl.store(p_pair + K, b_second, mask=m_k)
-    tl.store(p_pair + 2 * K, tl.where(is_exact, b_all, b_second), mask=m_k)
-    tl.store(p_pair + 3 * K, tl.where(is_exact, 1.0, b_first), mask=m_k)
+    p_pair = p.factors + i_chunk * ((5 if CALL.listed else 4) * K) + o_k
+    if CALL.listed:
+        tl.store(p_pair + 4 * K, tl.full(o_k.shape, 1.0, tl.float32), mask=m_k)
+    tl.store(p_pair, b_first, mask=m_early)
+    tl.store(p_pair + K, b_second, mask=m_late)
+    tl.store(p_pair + 2 * K, tl.where(is_exact, b_all, b_second), mask=m_late)
+    tl.store(p_pair + 3 * K, tl.where(is_exact, 1.0, b_first), mask=m_early)
+    return is_exact
 
 
 @triton.jit
-def unfold_rows(p, CALL: tl.constexpr):
-    """dq from dq̂, which is all that is wanted where dq is an output; of a flagged chunk it is there already."""
+def first_gate(chunk, CALL: tl.constexpr):
+    """The row of a listed chunk from which on gates count: that of a sequence that begins with no state does not."""
+    is_first = (chunk.entry & FIRST) != 0
+    if CALL.start:
+        is_first = (chunk.entry & CUT) != 0
+    return chunk.i_row + is_first.to(tl.int32)
+
+
+@triton.jit
+def fold_gates(p, CALL: tl.constexpr):
+    """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
+    H: tl.constexpr = CALL.heads
+    C: tl.constexpr = CALL.chunk
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = i_program // H
+    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
+    i_chunk = i_program.to(tl.int64)
+    if CALL.listed:
+        i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
+        p_flags = p.flag + (i_n.to(tl.int64) * H + i_h) * p.T
+        is_any = 0
+        for i in range(i_from, i_from + n_listed):
+            chunk = visit(i, i_n, n_rows, n_read, p, CALL)
+            is_here = fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL).to(tl.int32)
+            tl.store(p_flags + chunk.i_row, is_here)
+            is_any = is_any | is_here
+        tl.store(p.any_flag + i_chunk, is_any)
+    else:
+        fold_chunk(p, visit(i_c, i_n, n_rows, n_read, p, CALL), i_first, n_rows, i_h, i_chunk, CALL)
+
+
+@triton.jit
+def late_gates(p, chunk, i_first, n_rows, i_h, o_k, m_k, CALL: tl.constexpr):
+    """Bits of decay in a listed chunk's later half, as `fold_half` sums them up."""
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
-    BK: tl.constexpr = CALL.key_block
+    HALF: tl.constexpr = CALL.chunk // 2
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
+    b_sum = tl.zeros(o_k.shape, tl.float32)
+    for i in range(0, HALF // 4):
+        i0 = chunk.i_row + HALF + 4 * i
+        m0, m1, m2, m3 = rows_below(i0 + 3, chunk.n_read, m_k)
+        o_gate = (token_of(i_first, n_rows, i0, CALL.flip) * H + i_h) * K + o_k
+        g0, g1, g2, g3 = load_four(p.gate, o_gate, SIGN * H * K, m3, m2, m1, m0)
+        b_sum = b_sum + g0 * LOG2E
+        b_sum = b_sum + g1 * LOG2E
+        b_sum = b_sum + g2 * LOG2E
+        b_sum = b_sum + g3 * LOG2E
+    return b_sum
+
+
+@triton.jit
+def unfold_rows_of(p, chunk, i_first, n_rows, i_h, i_chunk, o_k, CALL: tl.constexpr):
+    """What `unfold_rows` gives, of one chunk."""
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
     SIGN: tl.constexpr = 1 if CALL.flip else -1
-    NK: tl.constexpr = (K + BK - 1) // BK
-    i_program = tl.program_id(0) // NK
-    i_h = i_program % H
-    _, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
-    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     m_k = o_k < K
-    if tl.load(p.flag + i_program) == 0:
-        b_fade = tl.load(p.late + i_program.to(tl.int64) * K + o_k, mask=m_k, other=0.0)
+    if load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) == 0:
+        if CALL.listed:
+            b_fade = late_gates(p, chunk, i_first, n_rows, i_h, o_k, m_k, CALL)
+        else:
+            b_fade = tl.load(p.late + i_chunk.to(tl.int64) * K + o_k, mask=m_k, other=0.0)
         for i in range(0, C // 4):
-            i0 = i_c * C + C - 1 - 4 * i
-            m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
-            r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
+            i0 = chunk.i_row + C - 1 - 4 * i
+            m0, m1, m2, m3 = rows_below(i0, chunk.n_end, m_k)
+            r0, r1, r2, r3 = rows_below(i0, chunk.n_read, m_k)
             o_hat = (token_of(i_first, n_rows, i0, CALL.flip) * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p.gate, o_hat, SIGN * H * K, r0, r1, r2, r3)
             a0, a1, a2, a3 = load_four(p.hat, o_hat, SIGN * H * K, r0, r1, r2, r3)
@@ -151,6 +225,26 @@ def unfold_rows(p, CALL: tl.constexpr):
             a0, a1, a2, a3 = a0 * tl.exp2(b_fade), a1 * tl.exp2(f1), a2 * tl.exp2(f2), a3 * tl.exp2(f3)
             b_fade = f3 - g3 * LOG2E
             store_four(p.d_query, o_hat, SIGN * H * K, a0, a1, a2, a3, m0, m1, m2, m3)
+
+
+@triton.jit
+def unfold_rows(p, CALL: tl.constexpr):
+    """dq from dq̂, which is all that is wanted where dq is an output; of a flagged chunk it is there already."""
+    H: tl.constexpr = CALL.heads
+    BK: tl.constexpr = CALL.key_block
+    NK: tl.constexpr = (CALL.key_dim + BK - 1) // BK
+    i_program = tl.program_id(0) // NK
+    i_h = i_program % H
+    i_n, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, CALL.chunk, CALL)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
+    if CALL.listed:
+        i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
+        for i in range(i_from, i_from + n_listed):
+            chunk = visit(i, i_n, n_rows, n_read, p, CALL)
+            unfold_rows_of(p, chunk, i_first, n_rows, i_h, i_program, o_k, CALL)
+    else:
+        chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+        unfold_rows_of(p, chunk, i_first, n_rows, i_h, i_program, o_k, CALL)
 
 
 @triton.jit
@@ -176,23 +270,36 @@ def unfold_gates(p, CALL: tl.constexpr):
     i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
     o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     m_k = o_k < K
+    i_from = i_j * G
     n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
+    if CALL.listed:
+        i_from, n_chunks = listed_from(i_n, i_from, n_chunks, p, CALL)
     b_sum = tl.zeros([BK], tl.float32)
     if n_chunks > 0:
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
+        last = visit(i_from + n_chunks - 1, i_n, n_rows, n_read, p, CALL)
+        if CALL.listed:
+            i_last = (i_chunk0 + last.i_c) * H + i_h
         for i_part in tl.static_range(MET):
             b_sum += tl.load(p.met + (i_program.to(tl.int64) * MET + i_part) * K + o_k, mask=m_k, other=0.0)
-        b_reach = tl.load(p.factors + i_last * (4 * K) + 2 * K + o_k, mask=m_k, other=1.0)
-        b_sum = b_sum * CALL.scale / tl.where(tl.load(p.flag + i_last) != 0, 1.0, b_reach)
+        b_reach = tl.load(p.factors + i_last * ((5 if CALL.listed else 4) * K) + 2 * K + o_k, mask=m_k, other=1.0)
+        if CALL.listed:
+            # padding passes on what it is given
+            b_reach = tl.where((last.entry & REAL) != 0, b_reach, 1.0)
+        b_sum = b_sum * CALL.scale / tl.where(load_flag(p.flag, last, i_last, i_h, p, CALL) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):
-        i_c = i_j * G + n_chunks - 1 - i_step
-        i_chunk = (i_chunk0 + i_c) * H + i_h
-        is_exact = tl.load(p.flag + i_chunk) != 0
-        b_fade = tl.load(p.late + i_chunk * K + o_k, mask=m_k, other=0.0)
+        chunk = visit(i_from + n_chunks - 1 - i_step, i_n, n_rows, n_read, p, CALL)
+        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
+        is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
+        if CALL.listed:
+            b_fade = late_gates(p, chunk, i_first, n_rows, i_h, o_k, m_k, CALL)
+            b_sum = tl.where((chunk.next_entry & CUT) == 0, b_sum, 0.0)
+        else:
+            b_fade = tl.load(p.late + i_chunk * K + o_k, mask=m_k, other=0.0)
         for i in range(0, C // 4):
-            i0 = i_c * C + C - 1 - 4 * i
-            m0, m1, m2, m3 = rows_below(i0, n_rows, m_k)
-            r0, r1, r2, r3 = rows_below(i0, n_read, m_k)
+            i0 = chunk.i_row + C - 1 - 4 * i
+            m0, m1, m2, m3 = rows_below(i0, chunk.n_end, m_k)
+            r0, r1, r2, r3 = rows_below(i0, chunk.n_read, m_k)
             i_token = token_of(i_first, n_rows, i0, CALL.flip)
             o_q = (i_token * H + i_h) * K + o_k
             g0, g1, g2, g3 = load_four(p.gate, o_q, SIGN * H * K, r0, r1, r2, r3)
@@ -229,4 +336,11 @@ def unfold_gates(p, CALL: tl.constexpr):
             e1 = tl.where(g1 * LOG2E < LEAST, 0.0, d1)
             e2 = tl.where(g2 * LOG2E < LEAST, 0.0, d2)
             e3 = tl.where(g3 * LOG2E < LEAST, 0.0, d3)
+            if CALL.listed:
+                # a first gate that meets no state, and padding
+                i_gate = chunk.i_row + ((chunk.entry & CUT) != 0).to(tl.int32)
+                e0 = tl.where(r0 & (i0 >= i_gate), e0, 0.0)
+                e1 = tl.where(r1 & (i0 - 1 >= i_gate), e1, 0.0)
+                e2 = tl.where(r2 & (i0 - 2 >= i_gate), e2, 0.0)
+                e3 = tl.where(r3 & (i0 - 3 >= i_gate), e3, 0.0)
             store_four(p.d_gate, o_q, SIGN * H * K, e0, e1, e2, e3, m0, m1, m2, m3)

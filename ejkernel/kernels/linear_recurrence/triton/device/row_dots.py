@@ -9,14 +9,25 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
+    CUT,
+    FACTS,
     GROUPS,
+    REAL,
     SEGMENTS,
     blocks_before,
+    first_entries,
+    keep_branch,
+    listed_chunk,
+    listed_from,
+    load_kept,
     load_rows,
     locate,
+    next_entries,
+    rows_kept,
     store_tile,
     token_of,
     token_offsets,
+    visit,
 )
 from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
 
@@ -49,8 +60,9 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     i_group0 = blocks_before(i_n, p, GROUPS, C * G, CALL) + i_from // G
     n_steps = tl.minimum(tl.cdiv(n_rows, C) - i_from, tl.cdiv(p.L, C))
 
-    if any_flagged(p, i_chunk0 + i_from, n_steps, i_h, H):
-        return
+    if not CALL.listed:
+        if any_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H):
+            return
 
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
@@ -81,6 +93,11 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     # what is left of a chunk's own decay is due when the state is next multiplied anyway
     b_due = 1.0
     n_groups = tl.cdiv(n_steps, G)
+    if CALL.listed:
+        i_lowest, n_turns = listed_from(i_n, i_from, n_steps, p, CALL)
+        entry, next_entry = first_entries(i_lowest, n_turns, i_n, p, REVERSE)
+        i_next = tl.minimum((entry >> FACTS) // C, tl.cdiv(n_rows, C) - 1)
+        b_before = tl.load(p.factors + ((i_chunk0 + i_next) * H + i_h) * 2 + (1 if REVERSE else 0))
     # a loop of its own for each group: a branch that stores or loads a state would take registers from every chunk, and
     # so would addresses that are the same in every turn, where there are none to spare
     for i_turn in tl.range(0, n_groups, disable_licm=BX > 64):
@@ -90,36 +107,64 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
         i_border = (i_group0 + i_group) * H + i_h
         if REVERSE:
             p_here = p.border + i_border * (DX * DZ) + o_state
-            tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
+            b_border = b_state * b_due
+            if CALL.listed:
+                b_border = tl.where((next_entry & CUT) != 0, 0.0, b_border)
+            tl.store(p_here, b_border.to(p.border.dtype.element_ty), mask=m_state)
         i_lowest = i_from + i_group * G
         n_turns = tl.minimum(n_steps - i_group * G, G)
-        i_c = i_lowest
-        if REVERSE:
-            i_c += n_turns - 1
-        b_before = tl.load(p.factors + ((i_chunk0 + i_c) * H + i_h) * 2 + (1 if REVERSE else 0))
+        if CALL.listed:
+            i_lowest, n_turns = listed_from(i_n, i_lowest, n_turns, p, CALL)
+        else:
+            i_c = i_lowest
+            if REVERSE:
+                i_c += n_turns - 1
+            b_before = tl.load(p.factors + ((i_chunk0 + i_c) * H + i_h) * 2 + (1 if REVERSE else 0))
         for i_step in range(0, n_turns):
             i_c = i_lowest + i_step
             if REVERSE:
                 i_c = i_lowest + n_turns - 1 - i_step
-            i_row = i_c * C
+            if CALL.listed:
+                chunk = listed_chunk(i_n, entry, next_entry, CALL)
+                entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
+            else:
+                chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+            i_row = chunk.i_row
             i_token = token_of(i_first, n_rows, i_row, CALL.flip)
-            i_chunk = (i_chunk0 + i_c) * H + i_h
-            m_read = i_row + o_r < n_read
+            i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
+            m_read = i_row + o_r < chunk.n_read
+            m_kept = m_read
+            if CALL.listed:
+                m_kept = i_row + o_r < chunk.n_end
             b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, False, WHOLE)
             b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, False, WHOLE)
             b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, False, WHOLE)
             b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, CALL.walk.w_heads, DZ, PAD_Z, False, WHOLE)
             # adds nothing, but an operand that comes from registers has a buffer less in shared memory
             b_x = b_x + 0.0
-            b_near, b_far = tl.split(tl.load(p.within + i_chunk * (4 * C) + o_r[:, None] * 4 + o_pair[None, :] * 2))
+            p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL) + o_r[:, None] * 4 + o_pair[None, :] * 2
+            b_near, b_far = tl.split(load_kept(p_weights, m_kept[:, None], CALL))
             if REVERSE:
                 b_near, b_far = b_far, b_near
             b_near = b_near * CALL.scale
             b_added = (tl.trans(b_z) * b_far[None, :]).to(b_z.dtype)
-            b_state = b_state * (b_due * b_before)
-            # the next chunk's is fetched while this one is worked on
-            i_next = tl.where(i_step + 1 < n_turns, i_chunk + (-H if REVERSE else H), i_chunk)
-            b_before = tl.load(p.factors + i_next * 2 + (1 if REVERSE else 0))
+            if CALL.listed:
+                is_real = (chunk.entry & REAL) != 0
+                # nothing comes from what is walked over before this chunk
+                is_cut = ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
+                if is_cut:
+                    keep_branch(p, i_n)
+                    b_state = tl.zeros([BZ, BX], tl.float32)
+                b_due = tl.where(is_cut, 1.0, b_due)
+                b_state = b_state * (b_due * tl.where(is_real & (is_cut == 0), b_before, 1.0))
+                # as below: one that is loaded for this chunk would take a place in shared memory
+                i_next = tl.minimum((entry >> FACTS) // C, tl.cdiv(n_rows, C) - 1)
+                b_before = tl.load(p.factors + ((i_chunk0 + i_next) * H + i_h) * 2 + (1 if REVERSE else 0))
+            else:
+                b_state = b_state * (b_due * b_before)
+                # the next chunk's is fetched while this one is worked on
+                i_next = tl.where(i_step + 1 < n_turns, i_chunk + (-H if REVERSE else H), i_chunk)
+                b_before = tl.load(p.factors + i_next * 2 + (1 if REVERSE else 0))
             b_due = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
 
             b_seen = tl.trans(b_state.to(b_y.dtype))
@@ -129,15 +174,26 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             b_score = tl.where(o_gap >= 0, b_score * b_far[None, :] * b_near[:, None], 0.0)
             b_out = tl.dot(b_score.to(b_z.dtype), b_z, acc=b_out)
             b_state = tl.dot(b_added, b_y, acc=b_state)
+            if CALL.listed:
+                b_due = tl.where(is_real, b_due, 1.0)
 
-            m_write = i_row + o_r < n_rows
+            m_write = i_row + o_r < chunk.n_end
+            if CALL.listed:
+                # padding is written below
+                m_write = m_read
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = b_out.to(p.output.dtype.element_ty)
             store_tile(p_rows, b_rows, m_write[:, None] & (o_z[None, :] < DZ), WHOLE and not PAD_Z)
             b_rowdot = tl.sum(b_out * b_w.to(tl.float32), 1)
             p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
             tl.store(p_dots, b_rowdot, mask=m_write)
+            if CALL.listed:
+                if is_real == 0:
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
+                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
         if not REVERSE:
             b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_met = tl.sum(tl.sum(b_met * (b_state * b_due), 1), 0)
+            if CALL.listed:
+                b_met = tl.where((entry & CUT) == 0, b_met, 0.0)
             tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)

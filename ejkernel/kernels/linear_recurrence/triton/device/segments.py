@@ -53,7 +53,11 @@ def scan_segments(p, CALL: tl.constexpr):
         b_own = tl.load(p.segments + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
         tl.store(p.starts + i_here * (K * V) + o_state, b_state, mask=m_state)
         # a decay may be infinite
-        b_state = tl.where(b_state == 0.0, 0.0, b_state * b_decay) + b_own
+        m_none = b_state == 0.0
+        if CALL.listed:
+            # nothing passes, whatever it is
+            m_none = m_none | (b_decay == 0.0)
+        b_state = tl.where(m_none, 0.0, b_state * b_decay) + b_own
     if CALL.last:
         p_tile = p.final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
         tl.store(p_tile, b_state * CALL.last_scale, mask=m_state)

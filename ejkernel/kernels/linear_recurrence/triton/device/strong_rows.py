@@ -36,10 +36,13 @@ def spread_rows(p_tile, o_r, STRIDE: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def load_chunk(
-    p, i_token, i_h, i_first, n_read, o_r, o_b, o_k,
+    p, i_token, i_h, i_first, n_read, i_gate, o_r, o_b, o_k,
     PAD: tl.constexpr, DIMS: tl.constexpr, SIGN: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys, and each token's own decays; `i_first` is the first of them in its sequence."""
+    """Queries and keys, and each token's own decays; `i_first` is the first of them in its sequence.
+
+    Gates count from row `i_gate` on.
+    """
     H: tl.constexpr = CALL.heads
     HQ: tl.constexpr = CALL.query_heads
     HK: tl.constexpr = CALL.key_heads
@@ -51,7 +54,9 @@ def load_chunk(
     p_gate = p.gate + place_rows(i_token, i_h, o_t, o_k, H, K)
     m_tile = mask_rows(i_first + o_b[:, None] * R + o_r[None, :], n_read, o_k, K, PAD)
     m_gate = m_tile
-    if not CALL.start:
+    if CALL.listed:
+        m_gate = m_gate & (i_first + o_b[:, None] * R + o_r[None, :] >= i_gate)[:, :, None]
+    elif not CALL.start:
         # the first gate meets no state, and must not make an infinite one of it
         m_gate = m_gate & ((o_r[None, :] > 0) | (i_first + o_b[:, None] > 0))[:, :, None]
     b_gate = tl.load(spread_rows(p_gate, o_r, SIGN * H * K, DIMS), mask=m_gate, other=0.0).to(tl.float32)

@@ -6,17 +6,34 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.device.gates import MOST, faded, in_bits
 from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
+    CUT,
     GROUPS,
+    REAL,
     SEGMENTS,
     blocks_before,
+    first_entries,
+    keep_branch,
+    listed_chunk,
+    listed_from,
+    load_flag,
+    load_kept,
     load_rows,
     locate,
+    next_entries,
+    rows_kept,
     store_tile,
     token_of,
     token_offsets,
+    visit,
 )
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
-from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, load_weights, part_of_walk
+from ejkernel.kernels.linear_recurrence.triton.device.programs import (
+    any_flagged,
+    load_factors,
+    load_weights,
+    mark_sequences,
+    part_of_walk,
+)
 
 
 @triton.jit
@@ -45,6 +62,8 @@ def walk(p, CALL: tl.constexpr):
     chunk is flagged. What strong gates need would take the registers of the common case. The second one
     adds to the first one's results, in place.
     float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
+    Where rows hold several sequences a program walks over all of a row's, and starts anew where nothing passes. Then
+    the first of the two kernels leaves nothing out, and STRONG gives the results of sequences with a flagged chunk.
     """
     H: tl.constexpr = CALL.heads
     HW: tl.constexpr = CALL.walk.w_heads
@@ -91,6 +110,12 @@ def walk(p, CALL: tl.constexpr):
         if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
             return
 
+    i_sizes = i_from
+    n_sizes = n_steps
+    if CALL.listed:
+        i_from, n_steps = listed_from(i_n, i_sizes, n_sizes, p, CALL)
+        entry, next_entry = first_entries(i_from, n_steps, i_n, p, REVERSE)
+
     o_r = tl.arange(0, C)
     o_x = i_x * BX + tl.arange(0, BX)
     o_z = i_z * BZ + tl.arange(0, BZ)
@@ -115,8 +140,14 @@ def walk(p, CALL: tl.constexpr):
         b_write = tl.exp2(tl.minimum(b_gate * ((o_r + 1) if REVERSE else (C - 1 - o_r)), MOST))
         b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
     if DECAY == "head":
-        if any_flagged(p, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
-            return
+        if not CALL.listed:
+            if any_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
+                return
+        elif STRONG:
+            if any_flagged(p.any_flag, i_chunk0 + i_sizes, n_sizes, i_h, H) == 0:
+                return
+            p_mine = p.mine + (((i_n.to(tl.int64) * H + i_h) * NX + i_x) * NZ + i_z) * p.T
+            mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL)
 
     b_state = tl.zeros([BZ, BX], tl.float32)
     if CALL.start:
@@ -133,6 +164,7 @@ def walk(p, CALL: tl.constexpr):
     # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
     b_due = 1.0
     if not OUTPUT:
+        is_open = i_n >= 0
         if BOTH:
             b_whole_row = tl.full([BZ], 1.0, tl.float32)
         if KEY_COLUMNS:
@@ -143,11 +175,14 @@ def walk(p, CALL: tl.constexpr):
             b_whole = 1.0
     if ROW_DOTS:
         i_wh = i_h // (H // HW)
-        i_row = (i_from + n_steps - 1 if REVERSE else i_from) * C
-        m_w = (i_row + o_r < n_read) & (n_steps > 0)
-        b_w = load_rows(p.w, token_of(i_first, n_rows, i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
+        if CALL.listed:
+            ahead = listed_chunk(i_n, entry, next_entry, CALL)
+        else:
+            ahead = visit(i_from + n_steps - 1 if REVERSE else i_from, i_n, n_rows, n_read, p, CALL)
+        m_w = (ahead.i_row + o_r < ahead.n_read) & (n_steps > 0)
+        b_w = load_rows(p.w, token_of(i_first, n_rows, ahead.i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
-    if BORDER == "state":
+    if BORDER == "state" and not CALL.listed:
         if n_steps > 0:
             i_border = i_group0 + (i_from + n_steps - 1) // G
             p_here = p.border + (i_border * H + i_h) * (DX * DZ) + o_border
@@ -156,10 +191,36 @@ def walk(p, CALL: tl.constexpr):
         i_c = i_from + i_step
         if REVERSE:
             i_c = i_from + n_steps - 1 - i_step
-        i_row = i_c * C
+        if CALL.listed:
+            chunk = listed_chunk(i_n, entry, next_entry, CALL)
+            entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
+        else:
+            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+        i_row = chunk.i_row
         i_token = token_of(i_first, n_rows, i_row, FLIP)
-        i_chunk = (i_chunk0 + i_c) * H + i_h
-        m_read = i_row + o_r < n_read
+        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
+        m_read = i_row + o_r < chunk.n_read
+        m_kept = m_read
+        is_real = True
+        takes = True
+        if CALL.listed:
+            m_kept = i_row + o_r < chunk.n_end
+            is_real = (chunk.entry & REAL) != 0
+            # nothing comes from what is walked over before this chunk
+            is_cut = ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
+            if is_cut:
+                keep_branch(p, i_n)
+                b_state = tl.zeros([BZ, BX], tl.float32)
+            b_due = tl.where(is_cut, 1.0, b_due)
+            takes = is_real & (is_cut == 0)
+            ends_group = (i_step == (0 if REVERSE else n_steps - 1)) | (chunk.n_end // (C * G) > i_row // (C * G))
+            if STRONG:
+                is_here = tl.load(p_mine + i_row) != 0
+            if BORDER == "state":
+                if ends_group:
+                    p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    m_border = m_state & is_here if STRONG else m_state
+                    tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_border)
         if BORDER == "entered":
             p_here = p.border + i_chunk * (DX * DZ) + o_border
             tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
@@ -176,9 +237,10 @@ def walk(p, CALL: tl.constexpr):
         b_added = b_z
         b_seen = b_state
         if DECAY == "head":
-            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p.within, i_chunk, o_r, C)
+            p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL)
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weights, o_r, m_kept, CALL)
             if STRONG:
-                p_end = p.within + i_chunk * (4 * C) + 4 * (C - 1)
+                p_end = p_weights + 4 * (chunk.n_end - 1 - i_row if CALL.listed else C - 1)
                 b_whole_end = tl.load(p_end + 1)
                 b_part_end = tl.load(p_end + 3)
                 # these are still exponents
@@ -190,6 +252,9 @@ def walk(p, CALL: tl.constexpr):
             else:
                 b_before = tl.load(p.factors + i_chunk * 2 + (1 if REVERSE else 0))
                 b_after = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
+                if CALL.listed:
+                    b_before = tl.where(takes, b_before, 1.0)
+                    b_after = tl.where(is_real, b_after, 1.0)
             if REVERSE:
                 b_near, b_far = b_far, b_near
             if STRONG:
@@ -210,9 +275,7 @@ def walk(p, CALL: tl.constexpr):
         if KEYED:
             DK: tl.constexpr = DX if KEY_COLUMNS else DZ
             o_k = o_x if KEY_COLUMNS else o_z
-            p_pair = p.factors + i_chunk * (4 * DK) + (2 * DK if REVERSE else 0)
-            b_before = tl.load(p_pair + o_k, mask=o_k < DK, other=0.0)
-            b_after = tl.load(p_pair + DK + o_k, mask=o_k < DK, other=0.0)
+            b_before, b_after = load_factors(p.factors, i_chunk, o_k, takes, is_real, DK, REVERSE, CALL)
             if KEY_COLUMNS:
                 b_before = b_before[None, :]
                 b_after = b_after[None, :]
@@ -222,9 +285,7 @@ def walk(p, CALL: tl.constexpr):
             if BOTH:
                 DO: tl.constexpr = DZ if KEY_COLUMNS else DX
                 o_o = o_z if KEY_COLUMNS else o_x
-                p_pair = p.other + i_chunk * (4 * DO) + (2 * DO if REVERSE else 0)
-                b_other_before = tl.load(p_pair + o_o, mask=o_o < DO, other=0.0)
-                b_other_after = tl.load(p_pair + DO + o_o, mask=o_o < DO, other=0.0)
+                b_other_before, b_other_after = load_factors(p.other, i_chunk, o_o, True, True, DO, REVERSE, CALL)
                 if KEY_COLUMNS:
                     b_other_before = b_other_before[:, None]
                     b_other_after = b_other_after[:, None]
@@ -234,12 +295,12 @@ def walk(p, CALL: tl.constexpr):
                 b_state = b_state * b_before * b_other_before
                 b_seen = b_state
             else:
-                is_exact = tl.load(p.flag + i_chunk) != 0
+                is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
                 b_seen = b_state * tl.where(is_exact, 1.0, b_before)
                 b_state = b_state * b_before
             if BORDER == "seen":
-                if (i_c % G == G - 1) | (i_c == n_chunks - 1):
-                    p_here = p.border + ((i_group0 + i_c // G) * H + i_h) * (DX * DZ) + o_border
+                if ends_group if CALL.listed else (i_c % G == G - 1) | (i_c == n_chunks - 1):
+                    p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
                     tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
@@ -271,7 +332,9 @@ def walk(p, CALL: tl.constexpr):
                 if is_exact:
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
-                        b_score = tl.load(p.within + i_chunk * (C * C) + o_score).to(tl.float32)
+                        p_score = p.within + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_score
+                        m_score = m_kept[:, None] if REVERSE else m_kept[None, :]
+                        b_score = load_kept(p_score, m_score, CALL).to(tl.float32)
                         if NX > 1:
                             # these are of all dims of x, and count once
                             b_score = tl.where(i_x == 0, b_score, 0.0)
@@ -287,13 +350,21 @@ def walk(p, CALL: tl.constexpr):
                 b_out = b_out * (b_near * CALL.scale)[None, :]
             else:
                 b_out = b_out * CALL.scale
-            m_write = i_row + o_r < n_rows
+            m_write = i_row + o_r < chunk.n_end
+            if CALL.listed:
+                # padding is written below
+                m_write = m_read
+                if STRONG:
+                    m_write = m_read & is_here
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
             m_out = m_write[:, None]
             if PAD_Z:
                 m_out = m_out & (o_z[None, :] < DZ)
             store_tile(p_rows, b_rows, m_out, WHOLE and not PAD_Z)
+            if CALL.listed:
+                if is_real == 0:
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
             if ROW_DOTS:
                 # in the layout of the store, which is that of the other factor; rounding's rest is taken along
                 b_rest = b_out - b_out.to(p.output.dtype.element_ty).to(tl.float32)
@@ -301,10 +372,18 @@ def walk(p, CALL: tl.constexpr):
                 b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
                 p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
                 tl.store(p_dots, b_rowdot, mask=m_write)
+                if CALL.listed:
+                    if is_real == 0:
+                        tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
+                n_next = n_read
+                if CALL.listed:
+                    coming = listed_chunk(i_n, entry, next_entry, CALL)
+                    i_next = coming.i_row
+                    n_next = coming.n_read
                 i_token = token_of(i_first, n_rows, i_next, FLIP)
-                m_w = (i_next + o_r < n_read) & (i_step + 1 < n_steps)
+                m_w = (i_next + o_r < n_next) & (i_step + 1 < n_steps)
                 b_w = load_rows(p.w, i_token, i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
         if (DECAY != "none") or (not OUTPUT):
@@ -326,14 +405,21 @@ def walk(p, CALL: tl.constexpr):
                 b_whole = b_whole * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
             if BOTH:
                 b_whole_row = b_whole_row * tl.reshape(b_other_before * b_other_after, [BZ])
+            if CALL.listed:
+                # nothing passes any more, whatever is multiplied by it
+                is_open = is_open & (is_cut == 0)
+                b_whole = tl.where(is_open, b_whole, 0.0)
         if BORDER == "state":
             # about to enter the group before
-            if (i_c % G == 0) & (i_step + 1 < n_steps):
-                p_here = p.border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
-                tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
+            if not CALL.listed:
+                if (i_c % G == 0) & (i_step + 1 < n_steps):
+                    p_here = p.border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
+                    tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
         if BORDER == "met":
-            if (i_c % G == G - 1) | (i_step + 1 == n_steps):
-                i_border = (i_group0 + i_c // G) * H + i_h
+            if ends_group if CALL.listed else (i_c % G == G - 1) | (i_step + 1 == n_steps):
+                i_border = (i_group0 + chunk.i_c // G) * H + i_h
+                if CALL.listed:
+                    passes = (chunk.next_entry & CUT) == 0
                 b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
                 if BOTH:
                     # the dims of x decay on their way there as well
@@ -341,16 +427,30 @@ def walk(p, CALL: tl.constexpr):
                     b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
                 b_met = b_met * (b_state * b_due)
                 if KEYED:
-                    tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, tl.sum(b_met, 1), mask=o_z < DZ)
+                    b_met = tl.sum(b_met, 1)
+                    if CALL.listed:
+                        b_met = tl.where(passes, b_met, 0.0)
+                    tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, b_met, mask=o_z < DZ)
                 else:
                     b_met = tl.sum(b_met) if CALL.walk.flat else tl.sum(tl.sum(b_met, 1), 0)
-                    tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)
+                    if CALL.listed:
+                        b_met = tl.where(passes, b_met, 0.0)
+                    p_met = p.border + (i_border * NX + i_x) * NZ + i_z
+                    if CALL.listed and STRONG:
+                        tl.store(p_met, b_met, mask=is_here)
+                    else:
+                        tl.store(p_met, b_met)
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * b_due
 
+    if CALL.listed and STRONG:
+        # of the sequence that was walked over last
+        ahead = visit(i_from if REVERSE else i_from + n_steps - 1, i_n, n_rows, n_read, p, CALL)
+        if tl.load(p_mine + ahead.i_row) == 0:
+            return
     if OUTPUT:
         if CALL.last:
-            is_last = i_from + n_steps >= n_chunks
+            is_last = i_sizes + n_sizes >= n_chunks
             if REVERSE:
                 is_last = i_j == 0
             if CALL.packed:
