@@ -24,6 +24,7 @@ from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton import configs, launcher
 from ejkernel.kernels.delta_rule.triton.configs import Config
+from ejkernel.kernels.delta_rule.triton.launcher import Plan
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:
@@ -139,6 +140,30 @@ def test_time_segments(monkeypatch, case):
     monkeypatch.setattr(configs, "configure", lambda *_: small(fill=99))
     monkeypatch.setattr(launcher, "FEWEST_CHUNKS", 1)
     check(case)
+
+
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_parts_of_a_call(monkeypatch, case):
+    """A device's part is cut in time where the whole call is not, and keeps what the whole call keeps."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(fill=99))
+    monkeypatch.setattr(launcher, "FEWEST_CHUNKS", 1)
+    arrays, of = inputs(case, "float32"), Plan.of
+    plans = []
+
+    def of_part(call):
+        whole = replace(call, heads=99)
+        plan = of(whole)
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "of", of)
+            part = plan.of_part(call)
+        assert part.segmented(call) and not plan.segmented(whole)
+        plans.append(part)
+        return part
+
+    monkeypatch.setattr(Plan, "of", of_part)
+    found, cotangents = with_gradients(case, arrays)
+    assert_matches(found, answers(case, arrays, cotangents), TOLERANCE["float32"])
+    assert plans
 
 
 IDLE = [

@@ -29,9 +29,10 @@ from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
-from ejkernel.kernels.linear_recurrence.triton import across_heads, configs
+from ejkernel.kernels.linear_recurrence.triton import across_heads, configs, passes
 from ejkernel.kernels.linear_recurrence.triton.configs import Config
-from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher
+from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 if _launch.capability() is not None:
@@ -145,6 +146,24 @@ def test_across_heads(monkeypatch, case):
     monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, fill=1))
     check(case)
     assert taken
+
+
+@pytest.mark.parametrize(
+    "case", [BASE, replace(BASE, name="head", decay="head", T=135, state=False), replace(BASE, decay="none")], ids=str
+)
+def test_parts_of_a_call(monkeypatch, case):
+    """A device's part is cut in time where the whole call is not, and keeps what the whole call keeps."""
+    whole = replace(case.call, heads=99)
+    arrays, cotangents = make(case)
+    plan = Plan.of(whole)
+    part = plan.of_part(case.call)
+    assert part.segmented(case.call) and not plan.segmented(whole)
+    monkeypatch.setattr(Plan, "of", lambda _: part)
+    actual = results(triton_gpu.run, case.call, arrays, cotangents)
+    assert_matches(actual, oracle(case.call, arrays, cotangents), TOLERANCE[case.dtype])
+    inputs = Inputs(*arrays)
+    kept = [jax.eval_shape(functools.partial(passes.forward, True, case.call, each), inputs) for each in (plan, part)]
+    assert jax.tree.map(jnp.shape, kept[0]) == jax.tree.map(jnp.shape, kept[1])
 
 
 def test_other_gpus_add_up_at_once(monkeypatch):

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,10 +33,14 @@ def device(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: the configuration, and tokens a time segment. Folding `vmap` into the batch keeps it."""
+    """How a call is cut: the configuration, and tokens a time segment. Folding `vmap` into the batch keeps it.
+
+    Unless `cuts_back`, the backward takes time as a whole.
+    """
 
     config: Config
     segment: int
+    cuts_back: bool = True
 
     @staticmethod
     def of(call: Call) -> "Plan":
@@ -49,6 +53,10 @@ class Plan:
         if segments < 3:
             segments = 1
         return Plan(config, config.chunk * cdiv(call.tokens, config.chunk * segments))
+
+    def of_part(self, call: Call) -> "Plan":
+        """The plan of a device's part, which has fewer rows and heads; it keeps no more for the backward than this."""
+        return self if self.segmented(call) else replace(Plan.of(call), cuts_back=False)
 
     def segmented(self, call: Call) -> bool:
         return self.segment < call.tokens

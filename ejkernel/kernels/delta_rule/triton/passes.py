@@ -117,6 +117,8 @@ def _walk(
     )
     if not keep:
         return found.output, found.final, None
+    if not launcher.plan.cuts_back:
+        transitions = None
     # the inverse has been used
     systems = systems._replace(inverse=None, squares=found.squares, rests=found.rests)
     kept = Kept(found.added, found.added_rest, systems, weights, folded if keyed else None, found.states, transitions)
@@ -154,6 +156,8 @@ def backward(
 ) -> Inputs:
     """Cotangents of the inputs, all of them, whichever are wanted."""
     cu_seqlens = x.cu_seqlens
+    if not plan.cuts_back:
+        plan = replace(plan, segment=call.tokens)
     launcher = Launcher.of(call, plan, x.query, x.key, x.value, cu_seqlens)
     start, pull = _entering(call, x.cu_seqlens, x.log_decay, x.initial_state), None
     if x.initial_state is not None:

@@ -44,6 +44,8 @@ def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, j
     query, key, gates, first = prepared
     operands = (query, key, x.value, gates, first)
     done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
+    if not plan.keeps_starts:
+        prepared = prepared._replace(first=x.initial_state)
     return done.output, done.final, prepared if keep else None
 
 
@@ -98,6 +100,8 @@ def backward(
     """
     launcher = Launcher.of(call, plan, x.cu_seqlens)
     q_hat, k_hat, gates, first = prepared or _prepare(launcher, x)
+    if not plan.keeps_starts:
+        first = starts(launcher, k_hat, x.value, gates, x.initial_state)
     config, scale = plan.config, 1.0 / call.scale
     is_key = call.decay == "key"
     of_gates = bool(wanted.log_decay) or is_key

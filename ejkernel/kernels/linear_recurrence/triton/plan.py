@@ -18,12 +18,13 @@ class Plan:
     """How a call is cut: the configuration, tokens a time segment, and chunks a group.
 
     Over a group a gate's gradient is summed, and between its ends no state is stored. Folding `vmap` into the batch
-    keeps the plan.
+    keeps the plan. Unless `keeps_starts`, the backward computes again which states time segments start from.
     """
 
     config: Config
     segment: int
     group: int
+    keeps_starts: bool = True
 
     @staticmethod
     def of(call: Call) -> "Plan":
@@ -50,6 +51,12 @@ class Plan:
             if segments > 1:
                 break
         return Plan(config, unit * cdiv(call.tokens, unit * segments), config.group * times)
+
+    def of_part(self, call: Call) -> "Plan":
+        """The plan of a device's part, which has fewer rows and heads; it keeps no more for the backward than this."""
+        if call.value_decay or self.segmented(call):
+            return self
+        return replace(Plan.of(call), keeps_starts=False)
 
     @staticmethod
     def carried(call: Call) -> bool:
