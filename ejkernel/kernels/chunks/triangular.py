@@ -22,6 +22,7 @@ def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
 
 
 # traced once for the forward, the one that keeps states, and the backward: it is a third of what there is to trace
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
     C = below.shape[-1]
@@ -35,6 +36,13 @@ def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
         blocks = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
         size *= 2
     return blocks[..., 0, :, :]
+
+
+@_inverse.defjvp
+def _(einsum: Einsum, size: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # two products, where the derivative of the substitution would be several times as long as itself
+    found = _inverse(*primals, einsum, size)
+    return found, -einsum("...ts,...su->...tu", einsum("...ts,...su->...tu", found, tangents[0]), found)
 
 
 def _by_rows(below: jax.Array) -> jax.Array:
