@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ejkernel import _dispatch
 from ejkernel.kernels import _kernel_cache, _pallas, _partitioned
 
 SAVED = "ejkernel_op"
@@ -400,7 +401,8 @@ def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callabl
         effects: Any = frozenset()
         if _pallas.INTERPRET is not None:  # an interpreter has effects, which no operation may hide
             shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
-            effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
+            with _dispatch.unheard():  # reverse mode comes here too, and runs no tangents
+                effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
         return list(results(avals, **params)), effects
 
     def lower(ctx: Any, *values: Any, problem: _Problem, **params: Any) -> Any:
@@ -408,7 +410,7 @@ def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callabl
         return _partitioned.lower(ctx, *values, body=body, run=functools.partial(run, problem=problem, **params))
 
     mlir.register_lowering(primitive, lower)
-    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = _transposed
     return primitive
@@ -458,10 +460,15 @@ def _transposed(
     return rest + [each for each, there in zip(_halves(found)[1], given, strict=True) if there]
 
 
-def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, outputs: Any, **params: Any) -> Any:
-    """Mapped calls as one: folded into each other, by JAX's own rules, or one by one."""
-    op, mapped = problem.op, tuple(each is not None for each in dims)
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+def _batched(
+    primitive: Any, axis: Any, operands: Any, dims: Any, *, problem: _Problem, outputs: Any, **params: Any
+) -> Any:
+    """Calls mapped over `axis` as one: folded into each other, by JAX's own rules, or one by one."""
+    op, mapped, size = problem.op, tuple(each is not None for each in dims), axis.size
+    name = axis.name if isinstance(axis.name, str) else None
+    if not any(mapped) and (name is None or op.fold is not None):  # and no collective over the axis, either
+        found = primitive.bind(*operands, problem=problem, outputs=outputs, **params)
+        return found, [None] * len(found)
     rows = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     spread = [_spread(x, size, each) for x, each in zip(rows, mapped, strict=True)]
 
@@ -473,7 +480,7 @@ def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, out
         # what has a cotangent has one in each call
         axes = tuple(a or b for a, b in zip(problem.split(mapped)[0], problem.wanted, strict=True))
         inputs = (whole if each else x for x, whole, each in zip(rows, spread, axes, strict=False))
-        larger = replace(problem, op=_vmapped(op, problem.inputs, axes))
+        larger = replace(problem, op=_vmapped(op, problem.inputs, axes, name))
         found = bind(larger, (*inputs, *spread[len(axes) :]), lambda *shape: (size, *shape))
     elif folded := op.fold(problem.static, size, *problem.trees(rows, mapped, problem.wanted)):
         static, inputs = folded
@@ -487,24 +494,28 @@ def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, out
 
 
 @functools.cache
-def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
-    """`op` mapped over these leaves of its inputs, and over all outputs, residuals and cotangents."""
+def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...], name: str | None = None) -> Op:
+    """`op` mapped over these leaves of its inputs, and over all outputs, residuals and cotangents.
+
+    `name` is that of the axis, if its functions have collectives over it.
+    """
     mapped = jax.tree.unflatten(tree, [0 if each else None for each in axes])
+    vmap = functools.partial(jax.vmap, axis_name=name)
 
     def vmapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda static, inputs: jax.vmap(functools.partial(function, static), (mapped,))(inputs)
+        return lambda static, inputs: vmap(functools.partial(function, static), (mapped,))(inputs)
 
     def backward(static: Any, inputs: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
         def run(inputs: Any, residuals: Any, cotangents: Any) -> Any:
             found = tree.flatten_up_to(op.backward(static, inputs, residuals, cotangents, wanted))
             return [each if asked else None for each, asked in zip(found, jax.tree.leaves(wanted), strict=True)]
 
-        found = jax.vmap(run, (mapped, 0, 0))(inputs, residuals, cotangents)
+        found = vmap(run, (mapped, 0, 0))(inputs, residuals, cotangents)
         return jax.tree.unflatten(tree, found)
 
     def tangent(static: Any, inputs: Any, residuals: Any, tangents: Any) -> tuple[Any, Any]:
         assert op.tangent is not None
-        return jax.vmap(functools.partial(op.tangent, static), (mapped, 0, 0))(inputs, residuals, tangents)
+        return vmap(functools.partial(op.tangent, static), (mapped, 0, 0))(inputs, residuals, tangents)
 
     forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
     own = None if op.tangent is None else tangent

@@ -85,7 +85,7 @@ SCRIPTS = [
     (
         "triton_compile_attention.py",
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
-        {"query_gradient", "key_gradients"},
+        {"query_gradient", "key_gradients", "tangent"},
     ),
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
 ]
