@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._dispatch import warn_of_tangents
 from ejkernel.kernels import _differentiable, _launch, _varying
-from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels._differentiable import Op, by_jvp, fold_rows
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.convolution import xla
 from ejkernel.kernels.convolution.call import Call, Inputs
@@ -157,4 +158,9 @@ def _fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs)
     return larger, folded._replace(weight=inputs.weight, bias=inputs.bias)
 
 
-OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.forward, fold=_fold)
+def _tangent(call: Call, inputs: Inputs, residuals: None, tangents: Inputs) -> tuple[Results, Results]:
+    warn_of_tangents("tangents of causal_conv1d")
+    return by_jvp(xla.forward)(call, inputs, residuals, tangents)
+
+
+OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.forward, _tangent, fold=_fold)
