@@ -91,7 +91,7 @@ def _one_operation(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, A
     closed, shapes = jax.make_jaxpr(_jitted_forward(op, static, keep, tree), return_shape=True)(*leaves)
     if closed.effects:  # an interpreter's, which no operation may hide
         return _run_forward(op, static, keep, inputs)
-    devices = _partitioned.needs_devices()
+    devices = _partitioned.needs_devices() if op.splits else None
     found = _forward_pass().bind(*leaves, op=op, static=static, keep=keep, tree=tree, closed=closed, devices=devices)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -170,7 +170,8 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     moving = [each for each, asked in zip(d_inputs, wanted, strict=True) if asked]
     avals = tuple(map(jax.typeof, leaves))
     operands = (*jax.tree.leaves(inputs), *jax.tree.leaves(known), *moving)
-    found = _tangent().bind(*operands, problem=problem, outputs=avals, devices=_partitioned.needs_devices())
+    devices = _partitioned.needs_devices() if op.splits else None
+    found = _tangent().bind(*operands, problem=problem, outputs=avals, devices=devices)
     again, d_outputs = _halves(found)
     outputs = jax.tree.unflatten(tree, map(_either().bind, leaves, again))
     kept = residuals if keep else None

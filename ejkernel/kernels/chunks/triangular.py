@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks.scores import Einsum, corners, diagonal_blocks
 
 # Blocks up to this size are inverted row by row, larger ones by products of smaller ones. With 16 on a CPU the rows
@@ -48,7 +49,7 @@ def _(einsum: Einsum, size: int, primals: tuple[jax.Array], tangents: tuple[jax.
 def _by_rows(below: jax.Array) -> jax.Array:
     """Forward substitution: a row of the inverse is the unit row less a combination of the rows above."""
     size = below.shape[-1]
-    unit = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    unit = _varying.like(jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape), below)
     rows = unit[..., :1, :]
     for t in range(1, size):
         taken = (below[..., t, :t, None] * rows).sum(-2, keepdims=True)
