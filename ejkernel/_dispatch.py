@@ -1,9 +1,10 @@
 """Which implementation serves a call on the device it is lowered for, and why the others do not."""
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,6 +174,25 @@ def _warn_if_slower(
             reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
             serves = f"{chosen['default'].name!r} serves this call on the {name}"
             _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
+
+
+_unheard: ContextVar[bool] = ContextVar("unheard", default=False)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Where tangents are traced that may never run, nothing is said of them."""
+    token = _unheard.set(True)
+    try:
+        yield
+    finally:
+        _unheard.reset(token)
+
+
+def warn_of_tangents(what: str) -> None:
+    """Says once that kernels serve a call, and that `what`, some of its tangents, is left to XLA."""
+    if not _unheard.get():
+        _warn_once(f"'xla' serves {what}, which is slower than the kernels that serve the call itself")
 
 
 def _default_platform() -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 from conftest import assert_close, run_parts
 from delta_rule_cases import Case as DeltaCase
+from forward_mode_checks import PARTS as FORWARD_MODE_PARTS
 from gradients import split, with_gradients
 from linear_attention_cases import Case
 from mesh_checks import PARTS as MESH_PARTS
@@ -372,4 +373,4 @@ def layers():
 
 if __name__ == "__main__":
     every = (values, twice, tree, collectives, delta_rule, segments, sharding, family, errors, layers, tpu_kernels)
-    run_parts({each.__name__: each for each in every} | MESH_PARTS | RING_PARTS)
+    run_parts({each.__name__: each for each in every} | MESH_PARTS | RING_PARTS | FORWARD_MODE_PARTS)

@@ -22,7 +22,7 @@ KINDS = {
 
 
 def program(dtype, dim, kind):
-    """A call with everything that `kind` has, and its gradients."""
+    """A call with everything that `kind` has, its gradients and its tangents."""
     queries = 1 if kind == "decoding" else 256
     arrays = {"query": (1, queries, 4, dim), "key": (1, 256, 2, dim), "value": (1, 256, 2, dim)}
     arrays = {name: jnp.zeros(shape, dtype) for name, shape in arrays.items()}
@@ -34,10 +34,9 @@ def program(dtype, dim, kind):
     mask = {"attention_mask": jnp.ones(masks[kind], bool)} if kind in masks else {}
 
     def run(arrays):
-        results, pull = jax.vjp(
-            lambda arrays: flash_attention(**arrays, **mask, **KINDS[kind], dtype=None, platform="triton"), arrays
-        )
-        return pull(results)
+        call = lambda arrays: flash_attention(**arrays, **mask, **KINDS[kind], dtype=None, platform="triton")  # noqa: E731
+        results, pull = jax.vjp(call, arrays)
+        return pull(results), jax.jvp(call, (arrays,), (arrays,))
 
     jax.jit(run).lower(arrays)
 

@@ -6,7 +6,7 @@ An op is a forward pass, a map that is linear in the inputs' tangents, and that 
 |---|---|
 | the outputs | `forward` |
 | reverse mode | `forward_with_residuals`, then `backward` |
-| forward mode | `forward_with_residuals`, then the tangents of `tangent` |
+| forward mode | `tangent`, after `forward_with_residuals` where it needs residuals |
 | second derivatives | derivatives of the tangents or cotangents of `reference` |
 
 Residuals are only remembered values of functions of the inputs, so derivatives never pass through them.
@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ejkernel import _dispatch
 from ejkernel.kernels import _kernel_cache, _pallas, _partitioned
 
 SAVED = "ejkernel_op"
@@ -45,7 +46,9 @@ class Op:
             `inputs`. A cotangent is `None` where it is zero. `wanted`, also like `inputs`, says which ones are asked
             for; the others may be `None` or anything.
         reference: The same outputs as `forward`, in a form that JAX can differentiate any number of times.
-        tangent: The same outputs in a form that JAX can differentiate forwards; `None` stands for `reference`.
+        tangent: `tangent(static, inputs, residuals, tangents)` gives the outputs once more, and the outputs' tangents.
+            `tangents` is like `inputs`, with `None` where there is no tangent. `None` instead of the function stands
+            for `by_jvp(reference)`.
         keeps: The part of the outputs that `backward` needs; its `residuals` are then the pair of that and residuals.
         fold: `fold(static, size, inputs, mapped, wanted)` makes one call of `size` mapped ones: the static facts and
             the inputs of that call, whose outputs, residuals and cotangents are then those of the single ones, joined
@@ -91,7 +94,7 @@ def _one_operation(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, A
     closed, shapes = jax.make_jaxpr(_jitted_forward(op, static, keep, tree), return_shape=True)(*leaves)
     if closed.effects:  # an interpreter's, which no operation may hide
         return _run_forward(op, static, keep, inputs)
-    devices = _partitioned.needs_devices()
+    devices = _partitioned.needs_devices() if op.splits else None
     found = _forward_pass().bind(*leaves, op=op, static=static, keep=keep, tree=tree, closed=closed, devices=devices)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -174,11 +177,39 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     known = residuals if op.keeps is None else (op.keeps(outputs), residuals)
     problem = _Problem(op, static, jax.tree.structure(inputs), jax.tree.structure(known), tree, wanted)
     moving = [each for each, asked in zip(d_inputs, wanted, strict=True) if asked]
-    avals = tuple(jax.typeof(each).to_tangent_aval() for each in leaves)
+    avals = tuple(map(jax.typeof, leaves))
     operands = (*jax.tree.leaves(inputs), *jax.tree.leaves(known), *moving)
-    d_outputs = _tangent().bind(*operands, problem=problem, outputs=avals, devices=_partitioned.needs_devices())
+    devices = _partitioned.needs_devices() if op.splits else None
+    found = _tangent().bind(*operands, problem=problem, outputs=avals, devices=devices)
+    again, d_outputs = _halves(found)
+    outputs = jax.tree.unflatten(tree, map(_either().bind, leaves, again))
     kept = residuals if keep else None
     return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), jax.tree.map(_zeros_like, kept))
+
+
+def by_jvp(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """An `Op.tangent` by JAX, which differentiates `function(static, inputs)`, the outputs, forwards."""
+
+    def tangent(static: Any, inputs: Any, residuals: Any, tangents: Any) -> tuple[Any, Any]:
+        tree: Any = jax.tree.structure(inputs)
+        leaves, moving = jax.tree.leaves(inputs), tree.flatten_up_to(tangents)
+        run = _of_chosen(function, static, inputs, tuple(each is not None for each in moving))
+        primals = [x for x, each in zip(leaves, moving, strict=True) if each is not None]
+        return jax.jvp(run, primals, [each for each in moving if each is not None])
+
+    return tangent
+
+
+def _of_chosen(function: Callable[..., Any], static: Any, inputs: Any, chosen: tuple[bool, ...]) -> Callable[..., Any]:
+    """`function(static, inputs)` as a function of the chosen leaves alone."""
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def run(*some: Any) -> Any:
+        following = iter(some)
+        whole = [next(following) if each else x for x, each in zip(leaves, chosen, strict=True)]
+        return function(static, jax.tree.unflatten(tree, whole))
+
+    return run
 
 
 def _named(x: Any) -> Any:
@@ -217,27 +248,24 @@ class _Problem:
         """The wanted ones."""
         return [each for each, asked in zip(inputs, self.wanted, strict=True) if asked]
 
-    def of_chosen(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """`function` of the wanted inputs alone, with leaves as outputs."""
-
-        def run(*some: Any) -> list[Any]:
-            following = iter(some)
-            leaves = [next(following) if asked else x for x, asked in zip(inputs, self.wanted, strict=True)]
-            return jax.tree.leaves(function(self.static, jax.tree.unflatten(self.inputs, leaves)))
-
-        return run
-
-    def tangents(self, function: Callable[..., Any], inputs: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
-        """The outputs' tangents, by JAX."""
-        run = self.of_chosen(function, inputs)
-        return list(jax.jvp(run, tuple(self.chosen(inputs)), tuple(moving))[1])
+    def jvp(self, inputs: Sequence[Any], residuals: Sequence[Any], moving: Sequence[Any], tangent: Any) -> list[Any]:
+        """The outputs and their tangents, by this `Op.tangent`."""
+        following = iter(moving)
+        found = tangent(
+            self.static,
+            jax.tree.unflatten(self.inputs, inputs),
+            jax.tree.unflatten(self.residuals, residuals),
+            jax.tree.unflatten(self.inputs, [next(following) if asked else None for asked in self.wanted]),
+        )
+        return jax.tree.leaves(found)
 
     def cotangents(self, inputs: Sequence[Any], given: tuple[bool, ...], cotangents: Sequence[Any]) -> list[Any]:
         """The wanted inputs' cotangents, by JAX."""
-        outputs, pull = jax.vjp(self.of_chosen(self.op.reference, inputs), *self.chosen(inputs))
-        following = iter(cotangents)
-        full = [next(following) if there else _zeros_like(x) for x, there in zip(outputs, given, strict=True)]
-        return list(pull(full))
+        run = _of_chosen(self.op.reference, self.static, jax.tree.unflatten(self.inputs, inputs), self.wanted)
+        outputs, pull = jax.vjp(run, *self.chosen(inputs))
+        leaves, following = jax.tree.leaves(outputs), iter(cotangents)
+        full = [next(following) if there else _zeros_like(x) for x, there in zip(leaves, given, strict=True)]
+        return list(pull(jax.tree.unflatten(self.outputs, full)))
 
     def backward(
         self, inputs: Sequence[Any], residuals: Sequence[Any], given: tuple[bool, ...], cotangents: Sequence[Any]
@@ -276,14 +304,14 @@ class _Problem:
             given = tuple(i for i in outputs if params["given"][i])
             takes, gives = kinds(inputs, (*residuals, *given)), kinds(inputs=wanted)
         else:
-            takes, gives = kinds((*inputs,), residuals, wanted), kinds(outputs=outputs)
+            takes, gives = kinds((*inputs,), residuals, wanted), kinds(outputs=(*outputs, *outputs))
         return _partitioned.Body(self.static, _present(self.inputs), takes, gives, on_part, known)
 
 
 def _run_tangent(*operands: Any, problem: _Problem, outputs: Any, devices: Any = None) -> list[Any]:
-    inputs, _, moving = problem.split(operands)
-    found = problem.tangents(problem.op.tangent or problem.op.reference, inputs, moving)
-    return [x.astype(aval.dtype) for x, aval in zip(found, outputs, strict=True)]
+    with _kernel_cache.one_pass():
+        found = problem.jvp(*problem.split(operands), problem.op.tangent or by_jvp(problem.op.reference))
+    return [x.astype(aval.dtype) for x, aval in zip(found, (*outputs, *outputs), strict=True)]
 
 
 def _run_transpose(
@@ -296,8 +324,59 @@ def _run_transpose(
 
 @functools.cache
 def _tangent() -> Any:
-    """Takes tangents of the wanted inputs to those of the outputs. Operands: inputs, residuals, these tangents."""
-    return _linear_primitive("ejkernel_tangent", _run_tangent, lambda operands, problem, outputs, devices: outputs)
+    """Takes tangents of the wanted inputs to those of the outputs. Operands: inputs, residuals, these tangents.
+
+    The first half of its results are the outputs, the second, which is linear, is their tangents. Nothing
+    differentiates the first: see `_either`.
+    """
+
+    def results(operands: Any, problem: _Problem, outputs: Any, devices: Any) -> Any:
+        return [*outputs, *(each.to_tangent_aval() for each in outputs)]
+
+    return _linear_primitive("ejkernel_tangent", _run_tangent, results)
+
+
+def _halves(found: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return found[: len(found) // 2], found[len(found) // 2 :]
+
+
+@functools.cache
+def _either() -> Any:
+    """Takes an output of the forward pass, and the same one as `_tangent` gives it, to that output.
+
+    Where both are computed it is the second: then XLA finds that nothing needs the forward pass, and removes it. Where
+    tangents are computed later, or never, as in reverse mode, it is the first.
+    """
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir, partial_eval
+
+    primitive = Primitive("ejkernel_either")
+    primitive.def_impl(lambda first, second: second)
+    primitive.def_abstract_eval(lambda first, second: first)
+    mlir.register_lowering(primitive, lambda ctx, first, second: [second])
+    ad.primitive_jvps[primitive] = lambda values, tangents: (primitive.bind(*values), tangents[0])
+
+    def batched(values: Any, dims: Any) -> Any:
+        if None in dims:  # tangents alone are mapped
+            return values[0], dims[0]
+        return primitive.bind(*(jnp.moveaxis(x, d, 0) for x, d in zip(values, dims, strict=True))), 0
+
+    def known(trace: Any, first: Any, second: Any) -> Any:
+        is_first = first.is_known() and not second.is_known()
+        return first if is_first else trace.default_process_primitive(primitive, (first, second), {})
+
+    def known_or_computed_again(saveable: Any, unknown: Any, there: Any, equation: Any) -> Any:
+        """For `jax.checkpoint`: the equations of both passes, what is unknown and what is there, and what to keep."""
+        if unknown[0]:
+            missing = [x for x, each in zip(equation.invars, there, strict=True) if not each]
+            return None, equation, [True], [True], missing
+        first = equation.replace(invars=[equation.invars[0]] * 2)
+        return first if unknown[1] else equation, first if there[0] else None, [False], [there[0]], []
+
+    batching.primitive_batchers[primitive] = batched
+    partial_eval.custom_partial_eval_rules[primitive] = known
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = known_or_computed_again
+    return primitive
 
 
 @functools.cache
@@ -332,7 +411,8 @@ def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callabl
         effects: Any = frozenset()
         if _pallas.INTERPRET is not None:  # an interpreter has effects, which no operation may hide
             shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
-            effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
+            with _dispatch.unheard():  # reverse mode comes here too, and runs no tangents
+                effects = jax.make_jaxpr(functools.partial(run, **params))(*shapes).effects
         return list(results(avals, **params)), effects
 
     def lower(ctx: Any, *values: Any, problem: _Problem, **params: Any) -> Any:
@@ -340,7 +420,7 @@ def _linear_primitive(name: str, run: Callable[..., list[Any]], results: Callabl
         return _partitioned.lower(ctx, *values, body=body, run=functools.partial(run, problem=problem, **params))
 
     mlir.register_lowering(primitive, lower)
-    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = _transposed
     return primitive
@@ -353,7 +433,10 @@ def _jvp(primitive: Any, operands: Any, tangents: Any, *, problem: _Problem, **p
     d_inputs, _, d_linear = problem.split([_instantiated(x, t) for x, t in zip(operands, tangents, strict=True)])
     moved = problem.split(tangents)[0]
     if all(_is_zero(each) for each in moved):
-        return results, primitive.bind(*inputs, *residuals, *d_linear, problem=problem, **params)
+        found = primitive.bind(*inputs, *residuals, *d_linear, problem=problem, **params)
+        if "given" not in params:  # the outputs do not move with these
+            found = [*map(_zeros_like, _halves(results)[0]), *_halves(found)[1]]
+        return results, found
     moving = [i for i, x in enumerate(inputs) if _has_tangent(x)]
 
     def run(some: list[Any], linear: Leaves) -> list[Any]:
@@ -362,7 +445,7 @@ def _jvp(primitive: Any, operands: Any, tangents: Any, *, problem: _Problem, **p
             leaves[i] = each
         if "given" in params:
             return problem.cotangents(leaves, params["given"], linear)
-        return problem.tangents(problem.op.reference, leaves, linear)
+        return problem.jvp(leaves, residuals, linear, by_jvp(problem.op.reference))
 
     primals, d_primals = ([each[i] for i in moving] for each in (inputs, d_inputs))
     found = jax.jvp(run, (primals, linear), (d_primals, d_linear))[1]
@@ -375,6 +458,7 @@ def _transposed(
     inputs, residuals, _ = problem.split(operands)
     rest = [None] * (len(inputs) + len(residuals))
     if given is None:
+        _, cotangents = _halves(cotangents)
         given = tuple(not _is_zero(each) for each in cotangents)
         there = [each for each in cotangents if not _is_zero(each)]
         found = _transpose().bind(
@@ -383,13 +467,18 @@ def _transposed(
         return rest + list(found)
     moving = [_instantiated(x, t) for x, t in zip(problem.chosen(inputs), cotangents, strict=True)]
     found = _tangent().bind(*inputs, *residuals, *moving, problem=problem, outputs=outputs, devices=devices)
-    return rest + [each for each, there in zip(found, given, strict=True) if there]
+    return rest + [each for each, there in zip(_halves(found)[1], given, strict=True) if there]
 
 
-def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, outputs: Any, **params: Any) -> Any:
-    """Mapped calls as one: folded into each other, by JAX's own rules, or one by one."""
-    op, mapped = problem.op, tuple(each is not None for each in dims)
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+def _batched(
+    primitive: Any, axis: Any, operands: Any, dims: Any, *, problem: _Problem, outputs: Any, **params: Any
+) -> Any:
+    """Calls mapped over `axis` as one: folded into each other, by JAX's own rules, or one by one."""
+    op, mapped, size = problem.op, tuple(each is not None for each in dims), axis.size
+    name = axis.name if isinstance(axis.name, str) else None
+    if not any(mapped) and (name is None or op.fold is not None):  # and no collective over the axis, either
+        found = primitive.bind(*operands, problem=problem, outputs=outputs, **params)
+        return found, [None] * len(found)
     rows = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     spread = [_spread(x, size, each) for x, each in zip(rows, mapped, strict=True)]
 
@@ -401,7 +490,7 @@ def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, out
         # what has a cotangent has one in each call
         axes = tuple(a or b for a, b in zip(problem.split(mapped)[0], problem.wanted, strict=True))
         inputs = (whole if each else x for x, whole, each in zip(rows, spread, axes, strict=False))
-        larger = replace(problem, op=_vmapped(op, problem.inputs, axes))
+        larger = replace(problem, op=_vmapped(op, problem.inputs, axes, name))
         found = bind(larger, (*inputs, *spread[len(axes) :]), lambda *shape: (size, *shape))
     elif folded := op.fold(problem.static, size, *problem.trees(rows, mapped, problem.wanted)):
         static, inputs = folded
@@ -415,24 +504,32 @@ def _batched(primitive: Any, operands: Any, dims: Any, *, problem: _Problem, out
 
 
 @functools.cache
-def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...]) -> Op:
-    """`op` mapped over these leaves of its inputs, and over all outputs, residuals and cotangents."""
+def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...], name: str | None = None) -> Op:
+    """`op` mapped over these leaves of its inputs, and over all outputs, residuals and cotangents.
+
+    `name` is that of the axis, if its functions have collectives over it.
+    """
     mapped = jax.tree.unflatten(tree, [0 if each else None for each in axes])
+    vmap = functools.partial(jax.vmap, axis_name=name)
 
     def vmapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda static, inputs: jax.vmap(functools.partial(function, static), (mapped,))(inputs)
+        return lambda static, inputs: vmap(functools.partial(function, static), (mapped,))(inputs)
 
     def backward(static: Any, inputs: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
         def run(inputs: Any, residuals: Any, cotangents: Any) -> Any:
             found = tree.flatten_up_to(op.backward(static, inputs, residuals, cotangents, wanted))
             return [each if asked else None for each, asked in zip(found, jax.tree.leaves(wanted), strict=True)]
 
-        found = jax.vmap(run, (mapped, 0, 0))(inputs, residuals, cotangents)
+        found = vmap(run, (mapped, 0, 0))(inputs, residuals, cotangents)
         return jax.tree.unflatten(tree, found)
 
-    tangent = None if op.tangent is None else vmapped(op.tangent)
+    def tangent(static: Any, inputs: Any, residuals: Any, tangents: Any) -> tuple[Any, Any]:
+        assert op.tangent is not None
+        return vmap(functools.partial(op.tangent, static), (mapped, 0, 0))(inputs, residuals, tangents)
+
     forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
-    return Op(forward, with_residuals, backward, reference, tangent, op.keeps, splits=False)
+    own = None if op.tangent is None else tangent
+    return Op(forward, with_residuals, backward, reference, own, op.keeps, splits=False)
 
 
 def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:

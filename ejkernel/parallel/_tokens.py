@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _checks, _sharding
-from ejkernel._dispatch import Implementation, resolve
-from ejkernel.kernels import _phases, _varying
+from ejkernel._dispatch import Implementation, resolve, warn_of_tangents
+from ejkernel.kernels import _differentiable, _phases, _varying
+from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.chunks.segments import runs
 from ejkernel.parallel._exchange import Algebra, Exchange
 
@@ -197,7 +198,7 @@ def _run(static: Static, *arrays: jax.Array | None) -> Result:
     if 0 in (call.batch, call.tokens, call.heads, call.sequences, call.key_dim, call.value_dim):
         shape = (call.batch, call.tokens, call.heads, call.value_dim)
         return _varying.like(jnp.zeros(shape, call.dtype), inputs[0]), _initial_or_zeros(call, initial, others)
-    return _differentiable(static, False, inputs, cu_seqlens, initial)[0]
+    return _differentiable.call(OP, static, (inputs, cu_seqlens, initial))
 
 
 def _initial_or_zeros(call: Any, initial: jax.Array | None, axes: frozenset[str]) -> jax.Array:
@@ -207,11 +208,9 @@ def _initial_or_zeros(call: Any, initial: jax.Array | None, axes: frozenset[str]
     return _varying.over(jnp.zeros(shape, call.state_dtype), axes)
 
 
-def _forward_pass(
-    static: Static, with_residuals: bool, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array | None
-) -> tuple[Result, Any]:
-    """Output and final states, and residuals or `None`."""
-    call = static.call
+def _forward_with_residuals(static: Static, operands: Any) -> tuple[Result, Any]:
+    """Output and final states, and residuals."""
+    call, (inputs, cu_seqlens, initial) = static.call, operands
     initial = _initial_or_zeros(call, initial, _varying.axes(inputs[0]) - {static.axis})
 
     def run(implementation: Implementation, inputs: Any, cu_seqlens: jax.Array | None, initial: jax.Array) -> Any:
@@ -224,14 +223,21 @@ def _forward_pass(
 
     branches = {device: partial(run, each) for device, each in static.chosen}
     (output, final, start, exchanged), residuals = _by_platform(branches, inputs, cu_seqlens, initial)
-    return (output, final), (start, exchanged, residuals) if with_residuals else None
+    return (output, final), (start, exchanged, residuals)
 
 
-def _backward_pass(static: Static, residuals: Any, cotangents: Result) -> tuple[Any, Any]:
+def _forward(static: Static, operands: Any) -> Result:
+    return _forward_with_residuals(static, operands)[0]
+
+
+def _backward(static: Static, operands: Any, residuals: Any, cotangents: Any, wanted: Any) -> tuple[Any, None, Any]:
     """The cotangents of the inputs and of the initial states."""
-    call = static.call
-    inputs, cu_seqlens, initial, start, exchanged, residuals = residuals
-    d_output, d_final = cotangents
+    call, (inputs, cu_seqlens, initial), (d_output, d_final) = static.call, operands, cotangents
+    start, exchanged, residuals = residuals
+    if d_output is None:
+        shape = (call.batch, call.tokens, call.heads, call.value_dim)
+        d_output = _varying.like(jnp.zeros(shape, call.dtype), inputs[0])
+    d_final = _initial_or_zeros(call, d_final, _varying.axes(inputs[0]) - {static.axis})
     exchange = static.exchange(not call.reverse)
     if not exchange.tracked:
         # each device's final state counts as a result of its own
@@ -257,49 +263,22 @@ def _backward_pass(static: Static, residuals: Any, cotangents: Result) -> tuple[
     if not exchange.tracked:
         # each device's initial state counts as an input of its own
         d_initial = jnp.where(lax.axis_index(static.axis) == 0, d_initial, 0)
-    return d_inputs, None if initial is None else d_initial
+    return d_inputs, None, None if initial is None else d_initial
 
 
-_differentiable: Any = jax.custom_vjp(_forward_pass, nondiff_argnums=(0, 1))
-_differentiable_backward: Any = jax.custom_vjp(_backward_pass, nondiff_argnums=(0,))
-
-
-def _forward(static: Static, with_residuals: bool, *arrays: Any) -> tuple[Any, Any]:
-    # a pass with kernels is called by its differentiable form, which has a rule for second derivatives
-    run = _forward_pass if static.plain else _differentiable
-    results, residuals = run(static, True, *arrays)
-    return (results, residuals if with_residuals else None), (*arrays, *residuals)
-
-
-def _backward(static: Static, with_residuals: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, Any]:
-    del with_residuals
-    run = _backward_pass if static.plain else _differentiable_backward
-    d_inputs, d_initial = run(static, residuals, cotangents[0])
-    return d_inputs, None, d_initial
-
-
-def _second_forward(static: Static, residuals: Any, cotangents: Result) -> tuple[Any, Any]:
-    return _differentiable_backward(static, residuals, cotangents), (*residuals[:3], cotangents)
-
-
-def _second_backward(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, Result]:
-    """Second derivatives are rare, so they go through the implementation that is plain JAX."""
-    inputs, cu_seqlens, initial, d_results = residuals
+def _reference(static: Static, operands: Any) -> Result:
+    """The same by the implementation that is plain JAX."""
     plain = replace(static, chosen=(("default", static.recurrence.implementations[-1]),))
-
-    def gradients(inputs: Any, initial: Any, d_results: Result) -> Any:
-        def run(inputs: Any, initial: Any) -> Result:
-            return _differentiable(plain, False, inputs, cu_seqlens, initial)[0]
-
-        return jax.vjp(run, inputs, initial)[1](d_results)
-
-    d_inputs, d_initial, dd_results = jax.vjp(gradients, inputs, initial, d_results)[1](cotangents)
-    # residuals are functions of these, which have all of the derivative
-    return (d_inputs, None, d_initial, None, None, None), dd_results
+    return _forward(plain, operands)
 
 
-_differentiable.defvjp(_forward, _backward)
-_differentiable_backward.defvjp(_second_forward, _second_backward)
+def _tangent(static: Static, operands: Any, residuals: Any, tangents: Any) -> tuple[Result, Result]:
+    if not static.plain:
+        warn_of_tangents("tangents of a recurrence whose tokens are sharded")
+    return by_jvp(_reference)(static, operands, residuals, tangents)
+
+
+OP = Op(_forward, _forward_with_residuals, _backward, _reference, _tangent, splits=False)
 
 
 def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -21,13 +21,15 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks, _sharding
 from ejkernel._checks import AnyArray, Borders
-from ejkernel._dispatch import Implementation, Later, resolve
+from ejkernel._dispatch import Implementation, Later, resolve, warn_of_tangents
 from ejkernel._front import public
 from ejkernel.attention import QKV, _bind
-from ejkernel.kernels import _varying
+from ejkernel.kernels import _differentiable, _varying
+from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
+from ejkernel.kernels.attention.xla import blocks as xla_blocks
 from ejkernel.kernels.attention.xla import supports as xla_supports
 from ejkernel.parallel._ring import Ring, plan
 
@@ -82,7 +84,7 @@ def flash_attention(
     reaches; of a window shorter than a slice, only the tokens within its reach go to the neighbours. A device holds its
     own slice and one visiting, however many devices there are, forward and backward.
 
-    Gradients are exact, of the first order only.
+    Gradients are exact. Tangents and second derivatives are computed by XLA.
 
     Args:
         query: `[B, S, H, D]`. Packed, `[1, S, H, D]` or `[S, H, D]`.
@@ -267,15 +269,19 @@ def _on_slice(static: Static, arrays: Arrays) -> Array:
     if 0 in (call.batch, call.queries, call.keys):
         shape = (*arrays.query.shape[:-1], call.value_dim)
         return _varying.like(jnp.zeros(shape, call.dtype), arrays.query)
-    return _attend(static, arrays).astype(call.dtype)
+    return _differentiable.call(OP, static, arrays).astype(call.dtype)
 
 
-def _primal(static: Static, arrays: Arrays) -> Array:
-    return _forward(static, arrays)[0]
+def _forward(static: Static, arrays: Arrays) -> Array:
+    return _with_residuals(static, arrays)[0]
 
 
-def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array, Array, Array]]:
+def _with_residuals(
+    static: Static, arrays: Arrays, attend: Callable[..., Any] | None = None
+) -> tuple[Array, tuple[Array, Array]]:
+    """The output, and top and total of each query; `attend(call, inputs)` attends to one block of keys."""
     call, ring = static.call, static.ring
+    attend = attend or partial(_run_block, static, "forward")
     device = lax.axis_index(ring.axis)
     queries, ids = ring.split(arrays.query), _split(ring, arrays.segment_ids)
     starts = ring.starts(device, call.queries)
@@ -288,8 +294,7 @@ def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array
             results, *of_query = xs
 
             def one_block(results: Any, block: Any) -> Any:
-                part = _run_block(static, "forward", *_pair(call, arrays, *of_query, *block))
-                return _merge(results, part), None
+                return _merge(results, attend(*_pair(call, arrays, *of_query, *block))), None
 
             return lax.scan(one_block, results, (*blocks, places))[0]
 
@@ -311,13 +316,12 @@ def _forward(static: Static, arrays: Arrays) -> tuple[Array, tuple[Arrays, Array
     output, top, total = map(ring.join, results)
     if arrays.sinks is not None:
         output, _, _ = _merge((output, top, total), (jnp.zeros_like(output), *_sinks_top_and_total(call, arrays.sinks)))
-    output = output.astype(call.residual_dtype)
-    return output, (arrays, output, top, total)
+    return output.astype(call.residual_dtype), (top, total)
 
 
-def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
+def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, wanted: Arrays) -> Arrays:
     call, ring = static.call, static.ring
-    arrays, output, top, total = residuals
+    output, (top, total) = residuals
     device = lax.axis_index(ring.axis)
     d_sinks = None
     if arrays.sinks is not None:
@@ -374,11 +378,25 @@ def _backward(static: Static, residuals: Any, d_output: Array) -> tuple[Arrays]:
     d_query, d_key, d_value = (
         ring.join(d).astype(x.dtype) for d, x in zip((d_query, *d_blocks), arrays[:3], strict=True)
     )
-    return (Arrays(d_query, d_key, d_value, None, None, d_sinks, None, None),)
+    return Arrays(d_query, d_key, d_value, None, None, d_sinks, None, None)
 
 
-_attend: Callable[[Static, Arrays], Array] = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)  # type: ignore[attr-defined]
+def _reference(static: Static, arrays: Arrays) -> Array:
+    """The same by XLA, in loops of fixed length, which JAX can differentiate any number of times."""
+    return _with_residuals(static, arrays, partial(xla_blocks.forward, every_block=True))[0]
+
+
+def _tangent(static: Static, arrays: Arrays, residuals: Any, tangents: Arrays) -> tuple[Array, Array]:
+    if any(each.name != "xla" for _, each in static.chosen):
+        warn_of_tangents("tangents of parallel.flash_attention")
+
+    def output(static: Static, arrays: Arrays) -> Array:
+        return _with_residuals(static, arrays, partial(xla_blocks.forward, apart=True))[0]
+
+    return by_jvp(output)(static, arrays, residuals, tangents)
+
+
+OP = Op(_forward, _with_residuals, _backward, _reference, _tangent, keeps=lambda output: output, splits=False)
 
 
 def _run_block(static: Static, name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:
@@ -431,7 +449,8 @@ def _merge(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -
     """Output, top and total over two sets of keys, from those over each."""
     top, totals = _common_top(one[1:], other[1:])
     total = totals[0] + totals[1]
-    share, other_share = (jnp.where(part == 0, 0, part / total)[..., None] for part in totals)
+    # what is not chosen must not divide by 0: derivatives of it would be NaN
+    share, other_share = (jnp.where(part == 0, 0, part / jnp.where(part == 0, 1, total))[..., None] for part in totals)
     return share * one[0] + other_share * other[0], top, total
 
 
@@ -460,7 +479,7 @@ def _sinks_by_head(call: Call, sinks: Array) -> Array:
 def _sinks_top_and_total(call: Call, sinks: Array) -> tuple[Array, Array]:
     """The sinks' top and total `[1, 1, H]`, both 0 if all sinks are `-inf`."""
     by_head = _sinks_by_head(call, sinks)[None, None]
-    top = by_head.max(-1)
+    top = lax.stop_gradient(by_head).max(-1)
     top = jnp.where(top == -jnp.inf, 0, top)
     return top, jnp.exp(by_head - top[..., None]).sum(-1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ejkernel.kernels._differentiable import Op, call, fold_rows
+from ejkernel.kernels._differentiable import SAVED, Op, by_jvp, call, fold_rows
 
 
 class Inputs(NamedTuple):
@@ -48,7 +48,7 @@ def op(**options):
     return Op(plain, with_residuals, backward, plain, keeps=lambda outputs: outputs, **options)
 
 
-OPS = {"vmap": op(), "fold": op(fold=folded), "loop": op(fold=one_by_one), "tangent": op(tangent=plain)}
+OPS = {"vmap": op(), "fold": op(fold=folded), "loop": op(fold=one_by_one), "tangent": op(tangent=by_jvp(plain))}
 X = jnp.linspace(0.1, 1, 6)
 Y = X[::-1] + 1
 XS, YS = jnp.stack([X, 2 * X, 3 * X]), jnp.stack([Y, 2 * Y, Y - 0.5])
@@ -60,6 +60,11 @@ def function(run, output="product"):
 
 def loss(f):
     return lambda x, y: (f(x, y) ** 3).sum()
+
+
+def slope(f):
+    """A loss of the outputs and of their tangents."""
+    return lambda x, y: sum((each**2).sum() for each in jax.jvp(f, (x, y), (y, x)))
 
 
 def scan(f):
@@ -76,6 +81,7 @@ def grad_of_grad(f):
     return jax.grad(lambda x, y: (jax.grad(loss(f))(x, y) ** 2).sum(), (0, 1))
 
 
+NAMED = jax.checkpoint_policies.save_only_these_names(SAVED)
 CASES = {
     "jvp": lambda f: jax.jvp(f, (X, Y), (Y, X)),
     "jvp of one": lambda f: jax.jvp(lambda y: f(X, y), (Y,), (X,)),
@@ -100,6 +106,13 @@ CASES = {
     "scan": lambda f: jax.grad(scan(f), (0, 1))(X, Y),
     "jvp of scan": lambda f: jax.jvp(scan(f), (X, Y), (Y, X)),
     "checkpoint": lambda f: jax.grad(lambda x, y: jax.checkpoint(lambda x: f(f(x, y), y))(x).sum(), (0, 1))(X, Y),
+    "jvp of checkpoint": lambda f: jax.jvp(jax.checkpoint(f), (X, Y), (Y, X)),
+    "grad of checkpoint of jvp": lambda f: jax.grad(jax.checkpoint(slope(f)), (0, 1))(X, Y),
+    "hessian of checkpoint": lambda f: jax.hessian(jax.checkpoint(loss(f)))(X, Y),
+    "saved names": lambda f: jax.grad(jax.checkpoint(loss(lambda x, y: f(f(x, y), y)), policy=NAMED), (0, 1))(X, Y),
+    "saved names of jvp": lambda f: jax.grad(jax.checkpoint(slope(f), policy=NAMED), (0, 1))(X, Y),
+    "linearize of jvp": lambda f: jax.linearize(slope(f), X, Y)[1](Y, X),
+    "grad of scan of jvp": lambda f: jax.grad(scan(lambda x, y: jax.jvp(f, (x, y), (y, x))[1]), (0, 1))(X, Y),
     "shard_map": lambda f: jax.grad(mapped_over_mesh(f, False), (0, 1))(X, Y),
     "shard_map, checked": lambda f: jax.grad(mapped_over_mesh(f, True), (0, 1))(X, Y),
     "hessian of shard_map": lambda f: jax.hessian(mapped_over_mesh(f, True), (0, 1))(X, Y),
@@ -127,6 +140,47 @@ def test_reverse_mode_runs_the_op_itself():
     kernels = Op(plain, with_residuals, backward, forbidden, keeps=lambda outputs: outputs)
     gradient = jax.jit(jax.grad(loss(function(partial(call, kernels))), (0, 1)))
     assert gradient.lower(X, Y).as_text().count("stablehlo.cosine") == 1
+
+
+def marked(static, inputs):
+    """The op's forward pass, which programs show by a `tanh`."""
+    outputs = plain(static, inputs)
+    return {**outputs, "product": outputs["product"] + 0 * jnp.tanh(inputs.x)}, (jnp.cos(inputs.x),)
+
+
+def test_forward_mode_computes_the_outputs_once():
+    """They come with the tangents, and XLA removes the forward pass; where tangents come later, it stays."""
+    op = Op(lambda *x: marked(*x)[0], marked, backward, plain, keeps=lambda outputs: outputs)
+    f = function(partial(call, op))
+
+    def program(run):
+        return jax.jit(run).lower(X, Y).compile().as_text()
+
+    assert "tanh" not in program(lambda x, y: jax.jvp(f, (x, y), (y, x)))
+    assert "tanh" in program(lambda x, y: jax.linearize(f, x, y)[0])
+    assert "tanh" in program(jax.grad(loss(f), (0, 1)))
+
+
+def test_an_op_with_a_tangent_pass():
+    """It gets residuals, `None` for what has no tangent, and serves linearizing too."""
+    seen = []
+
+    def tangent(static, inputs, residuals, tangents):
+        outputs, (cosine,) = residuals
+        seen.append(tuple(each is not None for each in tangents))
+        dx, dy = (0 if each is None else each for each in tangents[:2])
+        slope = cosine * dx * inputs.y**static * inputs.count + outputs["product"] * static / inputs.y * dy
+        return outputs, {"product": slope, "sum": 3 * dy + jnp.zeros_like(inputs.y)}
+
+    def forbidden(*_):
+        raise AssertionError("the reference was traced")
+
+    op = Op(plain, with_residuals, backward, forbidden, tangent, keeps=lambda outputs: outputs)
+    f, g = function(partial(call, op)), function(plain)
+    for name in ("jvp", "jvp of one", "linearize", "jacfwd", "vmap of jvp", "jvp of scan", "jvp of checkpoint", "grad"):
+        for a, b in zip(jax.tree.leaves(CASES[name](f)), jax.tree.leaves(CASES[name](g)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert set(seen) == {(True, True, False, False), (False, True, False, False)}
 
 
 def test_a_cotangent_that_nobody_gives_is_none():

@@ -106,7 +106,7 @@ SCRIPTS = [
     (
         "triton_compile_attention.py",
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
-        {"query_gradient", "key_gradients"},
+        {"query_gradient", "key_gradients", "tangent"},
     ),
     ("triton_compile.py", [(90, "bfloat16", "128x128", "key+pooled")], {"hold", "step"}),
     ("triton_compile_delta_rule.py", [(90, "float32", "64x24", "head+pooled")], {"hold", "step"}),

@@ -383,6 +383,31 @@ def test_gradients_match_differences(layer, x, x64):
         assert_close((gradient * direction).sum(), slope, 1e-6, f"parameter {number}", max(abs(slope), ends[0] / 100))
 
 
+def test_forward_mode_of_a_training_step(layer, x, x64):
+    """Along a direction of parameters and input: a loss' slope and the Hessian's product are differences."""
+    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
+    flat, tree = jax.tree.flatten(parameters)
+    random = np.random.default_rng(1)
+    point = [np.asarray(each, np.float64) for each in (*flat, x)]
+    moved = [random.standard_normal(each.shape) for each in point]
+
+    def loss(point):
+        output, _ = nnx.merge(graph, jax.tree.unflatten(tree, point[:-1]), rest)(point[-1])
+        return (jnp.sin(output) * jnp.arange(output.size).reshape(output.shape)).sum() / output.size
+
+    both = jax.value_and_grad(loss)
+    run = jax.jit(both, compiler_options=QUICK)
+    along = jax.jit(lambda x, t: jax.jvp(both, (x,), (t,)), compiler_options=QUICK)
+    found, tangents = along(point, moved)
+    step = 1e-6
+    above, below = (run([each + sign * step * way for each, way in zip(point, moved, strict=True)]) for sign in (1, -1))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(run(point)), strict=True):
+        assert_close(a, b, 1e-12)
+    size = max(abs(np.asarray(each)).max() for each in jax.tree.leaves(tangents))
+    for number, (tangent, a, b) in enumerate(zip(*map(jax.tree.leaves, (tangents, above, below)), strict=True)):
+        assert_close(tangent, (np.asarray(a) - np.asarray(b)) / (2 * step), 1e-6, f"{number}", scale=size)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64], ids=lambda each: each.__name__)
 def test_nothing_is_left_to_promotion(published, dtype, x64):
     """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences continued.

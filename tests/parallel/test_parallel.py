@@ -27,6 +27,15 @@ PARTS = [
         "ring_segments",
     ),
     ("layers", "tpu_kernels", "segments"),
+    (
+        "forward_mode",
+        "tangents_of_kernels",
+        "forward_mode_in_shard_map",
+        "forward_mode_explicit",
+        "collectives_of_tangents",
+        "ring_forward_mode",
+        "ring_tangents_of_kernels",
+    ),
 ]
 
 

@@ -1,7 +1,7 @@
 """Kernels that others wrote, as ops that JAX can differentiate any number of times and map.
 
-They have no second derivative, and some batch only arrays that all have the batch. So `vmap` runs them one by one, and
-second derivatives and tangents are those of the XLA implementation.
+They have no tangents and no second derivative, and some batch only arrays that all have the batch. So `vmap` runs them
+one by one, tangents come from another implementation, and second derivatives from XLA's.
 """
 
 import functools
@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from ejkernel.kernels._differentiable import Op
+from ejkernel._dispatch import warn_of_tangents
+from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable
@@ -21,12 +22,17 @@ def _here(run: Callable[..., Any], instead: Callable[..., Any], *trees: Any) -> 
     return run(*trees)
 
 
-def borrowed(direct: Callable[[Call, Inputs], Array], enter: Callable[..., Any] = _here) -> Op:
+def borrowed(
+    direct: Callable[[Call, Inputs], Array],
+    enter: Callable[..., Any] = _here,
+    kernels: Callable[[Call], Callable[..., Any] | None] = lambda call: None,
+) -> Op:
     """The op of a kernel that has its own gradient; its static facts are the `Call`.
 
     Args:
         direct: `direct(call, inputs)` gives the output, in the query's dtype.
         enter: `enter(run, instead, *trees)` is `run(*trees)`, or where the kernel cannot run `instead(*trees)`.
+        kernels: `kernels(call)` is `run` of an implementation that has tangents; where it is `None`, XLA has them.
     """
 
     def with_pull(call: Call, inputs: Inputs) -> Any:
@@ -61,7 +67,16 @@ def borrowed(direct: Callable[[Call, Inputs], Array], enter: Callable[..., Any] 
 
         return cotangents(inputs, enter(run, instead, inputs, residuals, d_output))
 
-    return Op(forward, with_residuals, backward, _by_xla, fold=lambda *_: None)
+    def tangent(call: Call, inputs: Inputs, residuals: Any, tangents: Inputs) -> tuple[Array, Array]:
+        run = kernels(call)
+        if run is None:
+            warn_of_tangents("tangents of flash_attention")
+            return by_jvp(_by_xla)(call, inputs, residuals, tangents)
+        return by_jvp(lambda call, inputs: run(call, *inputs).astype(inputs.query.dtype))(
+            call, inputs, residuals, tangents
+        )
+
+    return Op(forward, with_residuals, backward, _by_xla, tangent, fold=lambda *_: None)
 
 
 def _by_xla(call: Call, inputs: Inputs) -> Array:

@@ -6,6 +6,7 @@ test on a GPU compares its output and gradients with the oracle's.
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 
 from ejkernel import _devices
 from ejkernel.kernels import _differentiable, _launch, _varying
+from ejkernel.kernels.attention import triton
 from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
@@ -156,4 +158,8 @@ def _near_zero(bias: Array, allowed: Array) -> Array:
     return bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) >= 256), top, 0)
 
 
-OP = borrowed(_direct)
+def _triton(call: Call) -> Callable[..., Any] | None:
+    return triton.run if triton.supports(call) is None else None
+
+
+OP = borrowed(_direct, kernels=_triton)

@@ -1,4 +1,8 @@
-"""The kernels of a recurrence as an op that JAX can differentiate and map: derivatives beyond the first are XLA's."""
+"""The kernels of a recurrence as an op that JAX can differentiate and map.
+
+Tangents of what the results are linear in are further runs of the kernels; other tangents, and derivatives beyond the
+first, are XLA's.
+"""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel._dispatch import warn_of_tangents
 from ejkernel.kernels import _differentiable
-from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels._differentiable import Op, by_jvp, fold_rows
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -55,7 +60,29 @@ def _op(kernels: Kernels) -> Op:
     def reference(static: tuple[Any, Any], inputs: Any) -> Results:
         return kernels.reference(static[0], inputs)
 
-    return Op(forward, with_residuals, backward, reference, fold=_fold)
+    def tangent(static: tuple[Any, Any], inputs: Any, residuals: Any, tangents: Any) -> tuple[Results, Results]:
+        moving = [name for name, each in zip(inputs._fields, tangents, strict=True) if each is not None]
+        # what results are linear in, and if it is not the delta rule, keys
+        linear = ("query", "value", "initial_state", *(() if getattr(inputs, "beta", None) is not None else ("key",)))
+        if others := ["gates" if "decay" in name else name for name in moving if name not in linear]:
+            warn_of_tangents(f"a recurrence's tangents by {' and '.join(dict.fromkeys(others))}")
+            return by_jvp(reference)(static, inputs, residuals, tangents)
+        return _linear_tangents(functools.partial(forward, static), inputs, tangents)
+
+    return Op(forward, with_residuals, backward, reference, tangent, fold=_fold)
+
+
+def _linear_tangents(run: Callable[[Any], Results], inputs: Any, tangents: Any) -> tuple[Results, Results]:
+    """The results of `run`, and their tangents, each term of which is another run: one factor is a tangent there."""
+    results, terms = run(inputs), []
+    if tangents.query is not None:
+        terms.append((run(inputs._replace(query=tangents.query))[0], jnp.zeros_like(results[1])))
+    if tangents.key is not None:
+        terms.append(run(inputs._replace(key=tangents.key, initial_state=None)))
+    if tangents.value is not None or tangents.initial_state is not None:
+        value = jnp.zeros_like(inputs.value) if tangents.value is None else tangents.value
+        terms.append(run(inputs._replace(value=value, initial_state=tangents.initial_state)))
+    return results, jax.tree.map(lambda *each: sum(each[1:], each[0]), *terms)
 
 
 def foldable(function: Callable[..., Any], call: Any, plan: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels._differentiable import Op, by_jvp, fold_rows
 from ejkernel.kernels.chunks import layout, segment_walk, token_walk, walk
 from ejkernel.kernels.chunks.first_gates import initial_states, start_states
 
@@ -145,12 +145,21 @@ def _reference(static: tuple[Recurrence, Any], operands: Any) -> Results:
     return (recurrence.by_tokens if call.segmented else recurrence.forward_by_chunks)(call, *operands)
 
 
+def _tangent(static: tuple[Recurrence, Any], operands: Any) -> Results:
+    """The results in the form whose tangents a CPU is fastest at; JAX can differentiate all of them forwards."""
+    (recurrence, call), (inputs, sequences) = static, operands
+    decays_dims = call.decay == "key" or inputs.gates[1] is not None
+    if decays_dims or call.packed or call.segmented:
+        return recurrence.forward(call, inputs, sequences)
+    return recurrence.forward_by_chunks(call, inputs, sequences)
+
+
 def _fold(static: tuple[Recurrence, Any], size: int, operands: Any, mapped: Any, wanted: Any) -> Any:
     recurrence, call = static
     larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
     return (recurrence, larger), fold_rows(operands, size, mapped)
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_forward)
+OP = Op(_forward, _with_residuals, _backward, _reference, tangent=by_jvp(_tangent))
 # the number of steps depends on values: mapped calls of them would all run as long as the longest
 SEGMENTED = replace(OP, fold=_fold)

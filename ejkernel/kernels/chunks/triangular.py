@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels import _varying
 from ejkernel.kernels.chunks.scores import Einsum, corners, diagonal_blocks
 
 # Blocks up to this size are inverted row by row, larger ones by products of smaller ones. With 16 on a CPU the rows
@@ -22,6 +23,7 @@ def inverse(below: jax.Array, einsum: Einsum) -> jax.Array:
 
 
 # traced once for the forward, the one that keeps states, and the backward: it is a third of what there is to trace
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
     C = below.shape[-1]
@@ -37,10 +39,17 @@ def _inverse(below: jax.Array, einsum: Einsum, size: int) -> jax.Array:
     return blocks[..., 0, :, :]
 
 
+@_inverse.defjvp
+def _(einsum: Einsum, size: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # two products, where the derivative of the substitution would be several times as long as itself
+    found = _inverse(*primals, einsum, size)
+    return found, -einsum("...ts,...su->...tu", einsum("...ts,...su->...tu", found, tangents[0]), found)
+
+
 def _by_rows(below: jax.Array) -> jax.Array:
     """Forward substitution: a row of the inverse is the unit row less a combination of the rows above."""
     size = below.shape[-1]
-    unit = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    unit = _varying.like(jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape), below)
     rows = unit[..., :1, :]
     for t in range(1, size):
         taken = (below[..., t, :t, None] * rows).sum(-2, keepdims=True)

@@ -1,5 +1,6 @@
 """What `flash_attention` leaves to cuDNN and wraps around it; on a GPU, cuDNN itself against the oracle."""
 
+import contextlib
 import sys
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from ejkernel import _dispatch
 from ejkernel._dispatch import Implementation, SlowerImplementationWarning, explain
 from ejkernel.attention import attention, flash_attention
 from ejkernel.kernels import _launch
-from ejkernel.kernels.attention import cudnn, splash
+from ejkernel.kernels.attention import cudnn, splash, triton, xla
 from ejkernel.kernels.attention.call import Call, lacking
 
 SIZES = {"queries": 64, "keys": 64, "heads": 4, "key_dim": 16, "value_dim": 16}
@@ -81,6 +82,32 @@ def compare(case, tolerance, platform=None):
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_stand_in_matches_oracle(case, stand_in):
     compare(case, 3e-2)
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_tangents_are_those_of_triton_or_xla(has_triton, stand_in, monkeypatch):
+    """cuDNN has none; in forward mode it is not even run, as outputs come with their tangents."""
+    case, runs = Case("", **SIZES, kv_heads=2, options=CAUSAL), []
+
+    def run(call, *arrays):
+        runs.append(call)
+        return xla.run(call, *arrays)
+
+    monkeypatch.setattr(triton, "supports", lambda call: None if has_triton else "not here")
+    monkeypatch.setattr(triton, "run", run)
+    arrays = case.arrays(jnp.bfloat16)
+    _dispatch._warn_once.cache_clear()
+    along = jax.jit(lambda x: jax.jvp(lambda x: flash_attention(**x, **CAUSAL), (x,), (x,)))
+    with (
+        contextlib.nullcontext() if has_triton else pytest.warns(SlowerImplementationWarning, match="'xla' serves tan")
+    ):
+        found = along(arrays)
+    assert bool(runs) == has_triton
+    exact = {name: each.astype(np.float32) for name, each in arrays.items()}
+    right = jax.jvp(lambda x: attention(**x, **CAUSAL, dtype=None)[0], (exact,), (exact,))
+    for one, other in zip(found, right, strict=True):
+        assert one.dtype == jnp.bfloat16
+        assert_close(one, other, 3e-2)
 
 
 def check_shifted_rows(tolerance, platform=None):

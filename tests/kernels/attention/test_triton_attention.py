@@ -84,6 +84,175 @@ def test_decoding(case, monkeypatch):
     check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
 
 
+def directions(arrays, seed=3):
+    """Of each array that moves, a direction, by name."""
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=x.shape).astype(x.dtype) for name, x in arrays.items() if x.dtype != bool}
+
+
+def tangents(case, arrays, moved, **more):
+    """Output and log-sum-exp, and their tangents along `moved`, a direction of some of the arrays."""
+    fixed = {name: each for name, each in arrays.items() if name not in moved}
+    run = lambda moving: flash(case, return_lse=True, **more)(**moving, **fixed)  # noqa: E731
+    return jax.jvp(run, ({name: arrays[name] for name in moved},), (moved,))
+
+
+def differences(case, arrays, moved):
+    """The tangents of output and log-sum-exp along `moved`, from the oracle in float64."""
+    wide = {name: np.asarray(x, bool if x.dtype == bool else np.float64) for name, x in arrays.items()}
+    step = {name: 1e-6 * np.asarray(x, np.float64) for name, x in moved.items()}
+    above, below = (
+        expected(case)(**{name: x + sign * step[name] if name in step else x for name, x in wide.items()})
+        for sign in (1, -1)
+    )
+    with np.errstate(invalid="ignore"):  # of rows that see nothing
+        return [np.nan_to_num((a - b) / 2e-6) for a, b in zip(above, below, strict=True)]
+
+
+@pytest.mark.parametrize("case", [*LONG, *SHORT[::4], *FEW], ids=str)
+def test_tangents(case, monkeypatch):
+    """Of output and log-sum-exp, along a direction of all arrays."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if case in FEW else 0)
+    arrays = case.arrays(np.float32)
+    moved = directions(arrays)
+    results, found = tangents(case, arrays, moved)
+    for actual, right in zip(results, flash(case, return_lse=True)(**arrays), strict=True):
+        np.testing.assert_array_equal(actual, right)
+    for actual, right in zip(found, differences(case, arrays, moved), strict=True):
+        assert_close(actual, right, 2e-5)
+
+
+EVERY_ARRAY = next(each for each in LONG if each.name == "segments, everything")
+
+
+@pytest.mark.parametrize("name", EVERY_ARRAY.arrays(np.float32).keys() - {"attention_mask"})
+def test_tangents_of_one_array(name, monkeypatch):
+    """The others' tangents are no arrays of zeros: the kernel is compiled without them."""
+    arrays, seen = EVERY_ARRAY.arrays(np.float32), []
+    launch = _launch.launch
+
+    def record(kernel, inputs, *rest, **options):
+        seen.extend({n for n in inputs if n.startswith("d_") and inputs[n] is not None} if "d_key" in inputs else ())
+        return launch(kernel, inputs, *rest, **options)
+
+    moved = {name: directions(arrays)[name]}
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "launch", record)
+        _, found = tangents(EVERY_ARRAY, arrays, moved)
+    assert set(seen) == {"d_sinks" if name == "softmax_aux" else f"d_{name}"}
+    for actual, right in zip(found, differences(EVERY_ARRAY, arrays, moved), strict=True):
+        assert_close(actual, right, 2e-5)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_tangents_with_dropout(decoded, monkeypatch):
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if decoded else 0)
+    case = Case("", queries=3 if decoded else 40, keys=50, **GROUPED, bias_heads=1, options={"causal": not decoded})
+    arrays = case.arrays(np.float32)
+    drop = {"deterministic": False, "dropout_prob": 0.4, "dropout_rng": jax.random.key(7)}
+    mine, right = (
+        tangents(case, arrays, directions(arrays), **drop, platform=platform) for platform in ("triton", "xla")
+    )
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", [LONG[1], LONG[-1]], ids=str)
+def test_tangents_in_half_precision(case, dtype):
+    arrays = {n: x.astype(dtype) if x.dtype != bool else x for n, x in case.arrays(np.float32).items()}
+    moved = directions(arrays)
+    _, found = tangents(case, arrays, moved)
+    for actual, right in zip(found, differences(case, arrays, moved), strict=True):
+        assert_close(actual, right, TOLERANCE[dtype])
+
+
+def test_tangents_of_scores_beyond_float16():
+    """The output's fit into float16 where the scores' do not."""
+    random = np.random.default_rng(0)
+    arrays = dict(zip(("query", "key", "value"), random.uniform(-1, 1, size=(3, 1, 40, 2, 16)), strict=True))
+    sizes = {"query": 2.0**-4, "key": 2.0**4, "value": 2.0**-10}
+    arrays = {name: np.float16(sizes[name] * x) for name, x in arrays.items()}
+    moved = {"query": np.float16(2.0**15 * random.uniform(-1, 1, size=arrays["query"].shape))}
+    case = Case("", options={"causal": True})
+    _, found = tangents(case, arrays, moved)
+    wide = [{name: x.astype(np.float32) for name, x in each.items()} for each in (arrays, moved)]
+    right = tangents(case, *wide, platform="xla")[1]
+    assert np.abs(right[1]).max() > 2 * float(np.finfo(np.float16).max)
+    for actual, each in zip(found, right, strict=True):
+        assert_close(actual, each, TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("kind", ["packed", "segments", "mask"])
+def test_tangents_do_not_leak(kind):
+    """A NaN in one sequence, in padding or where a mask hides it, changes no bit of others' tangents."""
+    arrays = Case("", batch=1, queries=64, keys=64, **GROUPED).arrays(np.float32)
+    ids = np.repeat([0, 1, 2, -1], [20, 21, 19, 4])[None]
+    mask = np.broadcast_to((ids[..., None] != 1) & (ids[:, None] != 1), (1, 64, 64))[:, None]  # nobody sees those of 1
+    others = {
+        "packed": {"cu_seqlens": np.array([0, 20, 41, 60], np.int32), "causal": True},
+        "segments": {"segment_ids": ids, "causal": True},
+        "mask": {"attention_mask": mask},
+    }[kind]
+    moved = directions(arrays)
+
+    def run(arrays, moved):
+        return jax.jvp(lambda x: flash_attention(**x, **others, return_lse=True), (arrays,), (moved,))[1]
+
+    clean = run(arrays, moved)
+    for each in (*arrays.values(), *moved.values()):
+        each[:, 25] = np.nan
+        if kind != "mask":
+            each[:, 60:] = np.nan
+    dirty = run(arrays, moved)
+    for before, after in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(np.asarray(after)[ids != 1], np.asarray(before)[ids != 1])
+        assert not np.asarray(after)[ids == (1 if kind == "mask" else -1)].any()
+    assert np.isnan(np.asarray(dirty[0])[ids == 1]).any() == (kind != "mask")
+
+
+def test_tangents_of_rows_whose_bias_swamps_the_scores():
+    case = Case("", queries=20, keys=20)
+    arrays = {**case.arrays(np.float32), "bias": np.full((1, 1, 20, 20), 0, np.float32)}
+    moved = {name: x for name, x in directions(arrays).items() if name != "bias"}
+    plain = tangents(case, arrays, moved)[1]
+    arrays["bias"][:, :, 3:9] = -1e9
+    low = tangents(case, arrays, moved)[1]
+    # equal scores weigh all keys alike, whatever the query
+    even = np.einsum("bihd,bjhd->bihj", moved["query"], arrays["key"]) + np.einsum(
+        "bihd,bjhd->bihj", arrays["query"], moved["key"]
+    )
+    even = (even - even.mean(-1, keepdims=True)) / 2  # by the scale
+    right = np.einsum("bihj,bjhd->bihd", even, arrays["value"]) / 20 + moved["value"].mean(1, keepdims=True)
+    assert_close(low[0][:, 3:9], right[:, 3:9], 1e-4)
+    np.testing.assert_array_equal(low[0][:, 9:], plain[0][:, 9:])
+
+
+def test_tangents_compose():
+    """`linearize` and its transpose, which is the backward pass, `vmap`, `checkpoint`, and products of Hessians."""
+    case = Case("", batch=2, queries=20, keys=20, **GROUPED, sink_shape=(2,), bias_heads=1, options={"causal": True})
+    arrays = {name: jnp.asarray(each) for name, each in case.arrays(np.float32).items()}
+    moved = {name: jnp.asarray(each) for name, each in directions(arrays).items()}
+
+    def products(platform):
+        run = lambda x: flash(case, platform=platform)(**x)  # noqa: E731
+        loss = lambda x: (run(x) ** 2).sum()  # noqa: E731
+        output, linear = jax.linearize(run, arrays)
+        rows = {name: 0 if name in ("query", "key", "value") else None for name in arrays}
+        row = lambda x: run({n: x[n] if rows[n] is None else x[n][None] for n in x} | {"bias": x["bias"][:1]})  # noqa: E731
+        return (
+            linear(moved),
+            jax.linear_transpose(linear, arrays)(output),
+            jax.vmap(lambda x, t: jax.jvp(row, (x,), (t,))[1], (rows, rows))(arrays, moved),
+            jax.jvp(jax.checkpoint(loss), (arrays,), (moved,)),
+            jax.jvp(jax.grad(loss), (arrays,), (moved,))[1],
+        )
+
+    mine, right = (jax.jit(products, static_argnums=0)(platform) for platform in ("triton", "xla"))
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        assert_close(one, other, 1e-4)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_sequences_of_a_row_do_not_leak(biased):
     """A NaN or inf in one, or in padding, changes no bit of another; sequences share tiles, and one comes back."""

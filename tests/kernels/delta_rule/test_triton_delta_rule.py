@@ -1,5 +1,6 @@
 """The Triton kernels of the delta rule, interpreted on the CPU, against float64."""
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import assert_close
 from delta_rule_cases import CASES, SHARED, Case
 from triton_delta_rule_cases import (
     answers,
@@ -18,6 +20,7 @@ from triton_delta_rule_cases import (
 )
 
 import ejkernel
+from ejkernel._dispatch import SlowerImplementationWarning, _warn_once
 from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.delta_rule import triton as triton_gpu
@@ -280,3 +283,25 @@ def test_supports_says_why():
     assert "256" in triton_gpu.supports(replace(call, key_dim=272))
     assert "float64" in triton_gpu.supports(replace(call, dtype=np.dtype(np.float64)))
     assert "elements" in triton_gpu.supports(replace(call, tokens=0))
+
+
+@pytest.mark.parametrize(
+    "names, others", [(("query", "value", "initial_state"), None), (("query", "key", "g"), "key and gates")]
+)
+def test_tangents(names, others):
+    """Of what results are linear in, by the kernels; else by XLA, with a warning."""
+    case = replace(NAMED["head packed unbatched reverse"], lengths=(3, 0, 17, 1), state="each")
+    arrays = inputs(case, "float32")
+    random = np.random.default_rng(3)
+    moved = {name: random.normal(size=arrays[name].shape).astype(np.float32) for name in names}
+
+    def along(**options):
+        run = lambda moving: getattr(ejkernel, case.op)(**{**arrays, **moving}, **case.options, **options)  # noqa: E731
+        return jax.jvp(run, ({name: arrays[name] for name in names},), (moved,))
+
+    _warn_once.cache_clear()
+    said = f"'xla' serves a recurrence's tangents by {others}"
+    with pytest.warns(SlowerImplementationWarning, match=said) if others else contextlib.nullcontext():
+        found = along()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(along(platform="xla")), strict=True):
+        assert_close(a, b, 1e-5)

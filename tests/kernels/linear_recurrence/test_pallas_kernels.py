@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pallas_interpreter
 import pytest
+from conftest import assert_close
 from triton_cases import NAMES, Case, assert_matches, burst, make, oracle, results
 
 import ejkernel
 from ejkernel.kernels import _pallas, _phases
-from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, pallas
+from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, pallas, xla
 
 BASE = Case("base", B=1, T=40, H=1, Hkv=1, K=64, V=64)
 UNEVEN = {"lengths": (7, 0, 11, 25, 1), "T": 50}
@@ -199,3 +200,17 @@ def test_explains_what_xla_would_have_to_split(monkeypatch):
                 ejkernel.PlatformError, match=r"several devices; on a mesh with Explicit axes, or inside jax\.shard_map"
             ):
                 jax.eval_shape(functools.partial(op, platform=name), plain, plain, plain)
+
+
+def test_tangents_of_what_results_are_linear_in():
+    """By further runs of the kernels, beside XLA's."""
+    case = replace(BASE, decay="constant", H=2, shared=(2, 1, 2))
+    (query, key, value, *others, state, borders), _ = make(case)
+
+    def along(run):
+        moving = query, key, value, state
+        of_moving = lambda q, k, v, s: run(case.call, q, k, v, *others, s, borders)  # noqa: E731
+        return jax.jit(lambda *moved: jax.jvp(of_moving, moving, moved))(*(jnp.cos(x) for x in moving))
+
+    for a, b in zip(jax.tree.leaves(along(pallas.run)), jax.tree.leaves(along(xla.run)), strict=True):
+        assert_close(a, b, 1e-5)

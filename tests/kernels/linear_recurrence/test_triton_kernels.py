@@ -25,6 +25,7 @@ from triton_cases import (
 )
 
 import ejkernel
+from ejkernel._dispatch import SlowerImplementationWarning, _warn_once
 from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, xla
@@ -118,6 +119,48 @@ CASES = [
     replace(BASE, name="bfloat16-key-strong", gate="strong", dtype="bfloat16"),
     replace(BASE, name="bfloat16-key-resets", gate="resets", dtype="bfloat16"),
 ]
+
+
+def along(run, case, arrays, names):
+    """Results, and their tangents along a direction of the arrays of these names."""
+    at = [i for i, name in enumerate(Inputs._fields) if name in names and arrays[i] is not None]
+    random = np.random.default_rng(3)
+    moved = [random.normal(size=arrays[i].shape).astype(arrays[i].dtype) for i in at]
+
+    def of_moving(*moving):
+        whole = dict(zip(at, moving, strict=True))
+        return run(case.call, *(whole.get(i, x) for i, x in enumerate(arrays)))
+
+    return jax.jvp(of_moving, [arrays[i] for i in at], moved)
+
+
+@pytest.mark.parametrize(
+    "case, names",
+    [
+        (replace(BASE, decay="constant", H=4, Hkv=2, T=35), ("query", "key", "value", "initial_state")),
+        (replace(BASE, reverse=True, **UNEVEN), ("query", "key", "value", "initial_state")),
+        (replace(BASE, decay="head", T=20), ("key",)),
+        (replace(BASE, decay="none", T=20), ("initial_state",)),
+        (replace(BASE, value_gate="mild", T=20), ("query", "value")),
+    ],
+)
+def test_tangents_of_what_results_are_linear_in(case, names):
+    """By the kernels themselves: no warning says that XLA serves them."""
+    arrays, _ = make(case)
+    found, right = (jax.tree.leaves(along(run, case, arrays, names)) for run in (triton_gpu.run, xla.run))
+    for a, b in zip(found, right, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def test_tangents_of_gates():
+    case = replace(BASE, decay="head", T=20)
+    arrays, _ = make(case)
+    _warn_once.cache_clear()
+    with pytest.warns(SlowerImplementationWarning, match="'xla' serves a recurrence's tangents by gates"):
+        found = along(triton_gpu.run, case, arrays, ("query", "log_decay"))
+    right = along(xla.run, case, arrays, ("query", "log_decay"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert_close(a, b, 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -17,6 +17,7 @@ from ejkernel.kernels.attention.triton.backward import backward
 from ejkernel.kernels.attention.triton.forward import forward
 from ejkernel.kernels.attention.triton.launcher import LOG2E
 from ejkernel.kernels.attention.triton.plan import Plan
+from ejkernel.kernels.attention.triton.tangent import tangent
 
 Static = tuple[Call, Plan]
 Outputs = tuple[Array, Array]
@@ -34,8 +35,11 @@ def _forward(static: Static, inputs: Inputs) -> Outputs:
 def _with_residuals(static: Static, inputs: Inputs) -> tuple[Outputs, tuple[Array, Array]]:
     """Output and log-sum-exp, and what the kernels have of the latter, `[B, H, S]`, to base 2."""
     output, top, total = forward(*static, inputs)
-    lse = (top + total).swapaxes(1, 2) / LOG2E
-    return (output, _without_padding(inputs, lse, -jnp.inf)), (top, total)
+    return (output, _log_sum_exp(inputs, top, total)), (top, total)
+
+
+def _log_sum_exp(inputs: Inputs, top: Array, total: Array) -> Array:
+    return _without_padding(inputs, (top + total).swapaxes(1, 2) / LOG2E, -jnp.inf)
 
 
 def _without_padding(inputs: Inputs, rows: Array, fill: float) -> Array:
@@ -75,6 +79,13 @@ def _of_sinks(call: Call, sinks: Array, top: Array, total: Array, mean: Array) -
     return share.sum(axes)
 
 
+def _tangent(static: Static, inputs: Inputs, residuals: Any, tangents: Inputs) -> tuple[Outputs, Outputs]:
+    output, (top, total) = residuals
+    d_output, d_lse = tangent(*static, inputs, (output, top, total), tangents)
+    d_lse = _without_padding(inputs, d_lse.swapaxes(1, 2), 0)
+    return (output, _log_sum_exp(inputs, top, total)), (d_output, d_lse)
+
+
 def _reference(static: Static, inputs: Inputs) -> Outputs:
     call = static[0]
     return xla.run(replace(call, dtype=call.residual_dtype, return_lse=True), *inputs)
@@ -106,4 +117,4 @@ def _fold(static: Static, size: int, inputs: Inputs, mapped: Inputs, wanted: Inp
     return (larger, plan), folded
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, keeps=itemgetter(0), fold=_fold)
+OP = Op(_forward, _with_residuals, _backward, _reference, _tangent, keeps=itemgetter(0), fold=_fold)

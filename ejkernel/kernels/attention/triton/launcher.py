@@ -28,7 +28,7 @@ _ALIGNED = 16
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("forward", "backward", "bias", "decoding")
+_NAMES = ("forward", "backward", "bias", "decoding", "tangent")
 DEVICE = {name: f"ejkernel.kernels.attention.triton.device.{name}" for name in _NAMES}
 
 
@@ -37,7 +37,7 @@ def device(name: str) -> Any:
     return importlib.import_module(DEVICE[name])
 
 
-def _aligned(pairs: Array | None) -> Array | None:
+def aligned(pairs: Array | None) -> Array | None:
     """A mask or a bias whose rows begin where wide loads can: byte by byte, they would take most of the time."""
     if pairs is None or pairs.shape[3] == 1:
         return pairs
@@ -107,7 +107,7 @@ class Launcher:
     def of(call: Call, plan: Plan, inputs: Inputs) -> "Launcher":
         names = ("cu_seqlens", "cu_seqlens_kv")
         borders = {name: each.astype(jnp.int32) for name in names if (each := getattr(inputs, name)) is not None}
-        inputs = inputs._replace(mask=_aligned(inputs.mask), bias=_aligned(inputs.bias), **borders)
+        inputs = inputs._replace(mask=aligned(inputs.mask), bias=aligned(inputs.bias), **borders)
         if inputs.segment_ids is not None and inputs.segment_ids_kv is not None:
             ids, ids_kv = int32_ids(inputs.segment_ids, inputs.segment_ids_kv)
             inputs = inputs._replace(segment_ids=ids, segment_ids_kv=ids_kv)

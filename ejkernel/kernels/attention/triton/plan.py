@@ -1,6 +1,6 @@
 """Tile sizes by GPU, dtype and head dim, as data, and how a call is cut. Hopper's are measured; the others fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,8 @@ class Config:
         bias: The pass that gives the bias' gradient.
         decoding: Few queries against many keys; its rows are a group's queries, however many they are.
         apart: Whether `key` runs once for the key's and once for the value's gradient: the registers hold one sum.
+        tangent: The pass that gives the output's tangent. `None` is `query` with half the columns: it walks twice as
+            many arrays.
     """
 
     forward: Tile
@@ -33,6 +35,11 @@ class Config:
     bias: Tile = _SQUARE
     decoding: Tile = _FLAT
     apart: bool = False
+    tangent: Tile | None = None
+
+    @property
+    def tangent_tile(self) -> Tile:
+        return self.tangent or replace(self.query, columns=max(16, self.query.columns // 2))
 
 
 # By shared memory a program may use, and by the padded dims of a key and a value together.
@@ -40,9 +47,10 @@ class Config:
 _HALF = {
     LARGE: {
         128: Config(forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=3),
-            decoding=Tile(16, 128, stages=2)),
+            decoding=Tile(16, 128, stages=2), tangent=Tile(64, 64, stages=2)),
         256: Config(forward=Tile(128, 64, warps=8, stages=3), query=Tile(128, 64, warps=8, stages=3),
-            key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2)),
+            key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2),
+            tangent=Tile(128, 64, warps=8, stages=2)),
         384: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 64, warps=8, stages=2),
             key=Tile(32, 128, warps=8, stages=3)),
         512: Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=2),
@@ -114,7 +122,8 @@ _BY_WALK: dict[tuple[str | int, int, str], Config] = {
         key=Tile(64, 64, stages=3), decoding=Tile(16, 128, stages=2)),
     (LARGE, 256, MASKED): Config(
         forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 64, warps=8, stages=3),
-        key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2)),
+        key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2),
+        tangent=Tile(128, 64, warps=8, stages=2, joined=True)),
     (LARGE, 128, BIASED): Config(
         forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=2),
         decoding=Tile(16, 128, stages=2)),

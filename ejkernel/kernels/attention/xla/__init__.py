@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op
+from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group
@@ -80,4 +80,4 @@ def _log_sum_exp(top: Array, total: Array) -> Array:
     return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, tangent=_tangent, keeps=itemgetter(0))
+OP = Op(_forward, _with_residuals, _backward, _reference, tangent=by_jvp(_tangent), keeps=itemgetter(0))

@@ -208,4 +208,11 @@ class _Kernel:
         return list(found)
 
 
-OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.reference, fold=fold)
+OP = Op(
+    _forward,
+    lambda call, inputs: (_forward(call, inputs), None),
+    _backward,
+    xla.reference,
+    xla.tangent_behind_kernels,
+    fold=fold,
+)

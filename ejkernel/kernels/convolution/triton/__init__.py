@@ -147,4 +147,11 @@ def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, want
     return Inputs(d_x, d_sums[: call.taps], d_bias, d_states if has_states else None, None, None)
 
 
-OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.reference, fold=fold)
+OP = Op(
+    _forward,
+    lambda call, inputs: (_forward(call, inputs), None),
+    _backward,
+    xla.reference,
+    xla.tangent_behind_kernels,
+    fold=fold,
+)

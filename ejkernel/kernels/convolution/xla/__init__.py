@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel._dispatch import warn_of_tangents
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op
+from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.convolution.call import Call, Inputs
 from ejkernel.kernels.convolution.places import Places, places
 from ejkernel.kernels.convolution.states import final_gradient, final_states, initial_states, put, take
@@ -249,6 +250,12 @@ def initial_gradient(call: Call, inputs: Inputs, d_heads: jax.Array | None) -> j
         read = d_heads[:, place : place + 1] * weight[:, : call.history - place]
         d_states += jnp.pad(read, ((0, 0), (place, 0), (0, 0)))
     return d_states
+
+
+def tangent_behind_kernels(call: Call, inputs: Inputs, residuals: None, tangents: Inputs) -> tuple[Results, Results]:
+    """Results and their tangents, where kernels have none."""
+    warn_of_tangents("tangents of causal_conv1d")
+    return by_jvp(reference)(call, inputs, residuals, tangents)
 
 
 OP = Op(forward, lambda call, inputs: (forward(call, inputs), None), backward, reference)
