@@ -13,7 +13,7 @@ from ejkernel.delta_rule import gated_delta_rule
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, parts, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, apart, group_count, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
 from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
@@ -102,7 +102,8 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         groups, shared = self.key_heads, self.value_heads // self.key_heads
-        all_of, gates = self.query_key_value_gate(x), self.beta_decay(x)
+        inputs = apart(x)
+        all_of, gates = self.query_key_value_gate(next(inputs)), self.beta_decay(next(inputs))
         K, V, H = self.key_dim, self.value_dim, self.value_heads
         found = _one_token.run(
             state,
