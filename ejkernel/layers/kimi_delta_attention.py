@@ -11,6 +11,7 @@ from ejkernel import _checks
 from ejkernel.delta_rule import kda
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
+from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import (
     ParamInit,
@@ -20,9 +21,8 @@ from ejkernel.layers._parameters import (
     side_by_side,
     split_heads,
     together,
-    wide,
 )
-from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import (
     bounded_log_decay,
     log_decay,
@@ -129,8 +129,8 @@ class KimiDeltaAttention(RecurrentLayer):
             normalize=True,
             **sequences.keywords,
         )
-        output_gate = jax.nn.sigmoid(wide(self._output_gate(x)))
-        return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
+        gated = normed_and_gated(self.norm, output, self._output_gate(x), "sigmoid")
+        return gated, RecurrentState(memory, recent)
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         K, V, heads, value_heads = self.head_dim, self.value_dim, self.heads, self.value_heads
