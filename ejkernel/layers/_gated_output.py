@@ -4,8 +4,9 @@ import jax
 
 from ejkernel.layers import _weights
 from ejkernel.layers._convolution import ShortConvolution
-from ejkernel.layers._parameters import ParamInit, group_count, head_width, split_heads, wide
-from ejkernel.layers._recurrent import RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._gated_norm import normed_and_gated
+from ejkernel.layers._parameters import ParamInit, group_count, head_width, split_heads
+from ejkernel.layers._recurrent import RecurrentLayer, RecurrentState
 from ejkernel.layers._tokens import Sequences
 
 
@@ -47,7 +48,7 @@ class GatedOutputLayer(RecurrentLayer):
         return query, key, value, recent
 
     def _gated(self, x: jax.Array, output: jax.Array) -> jax.Array:
-        return normed_and_gated(self.norm, output, jax.nn.silu(wide(self.output_gate(x))))
+        return normed_and_gated(self.norm, output, self.output_gate(x))
 
 
 SOURCES = {

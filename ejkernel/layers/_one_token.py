@@ -21,7 +21,7 @@ from ejkernel.layers._tokens import Sequences
 
 
 class Heads(NamedTuple):
-    """Heads of `dim` numbers in a projection of one token, `[B, 1, groups · width]`, from `offset` on in each group."""
+    """Heads of `dim` numbers in a projection of one token, `[B, groups · width]`, from `offset` on in each group."""
 
     projected: jax.Array
     dim: int

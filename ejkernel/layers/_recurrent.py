@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.layers import _one_token
 from ejkernel.layers._models import Published
-from ejkernel.layers._parameters import ParamInit, RMSNorm, merge_heads, split_heads, wide_dtype
+from ejkernel.layers._parameters import ParamInit, wide_dtype
 from ejkernel.layers._serving import RaggedBatch, ServingLimits
 from ejkernel.layers._tokens import Sequences, layer_input, without_padding
 
@@ -140,8 +140,3 @@ class RecurrentLayer(Published):
         # ops take a pool where they take a state
         pools: Any = [None if each is None else batch.pool(each) for each in (memory, recent)]
         return RecurrentState(pools[0], pools[1], position)
-
-
-def normed_and_gated(norm: RMSNorm, output: jax.Array, gate: jax.Array) -> jax.Array:
-    """`norm` of each head's output, times the activated `gate [..., T, heads · dim]`; heads side by side."""
-    return merge_heads(norm(output) * split_heads(gate, output.shape[-2]))

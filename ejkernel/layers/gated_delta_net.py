@@ -12,9 +12,10 @@ from ejkernel import _checks
 from ejkernel.delta_rule import gated_delta_rule
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
+from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, group_count, merge_heads, parts, split_heads, wide
-from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._parameters import ParamInit, apart, group_count, merge_heads, parts, split_heads, wide
+from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
 
@@ -97,12 +98,12 @@ class GatedDeltaNet(RecurrentLayer):
             normalize=True,
             **sequences.keywords,
         )
-        gated = normed_and_gated(self.norm, output, jax.nn.silu(wide(output_gate)))
-        return gated, RecurrentState(memory, recent)
+        return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         groups, shared = self.key_heads, self.value_heads // self.key_heads
-        all_of, gates = self.query_key_value_gate(x), self.beta_decay(x)
+        inputs = apart(x)
+        all_of, gates = self.query_key_value_gate(next(inputs)), self.beta_decay(next(inputs))
         K, V, H = self.key_dim, self.value_dim, self.value_heads
         found = _one_token.run(
             state,

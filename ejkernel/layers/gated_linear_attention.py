@@ -4,7 +4,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -13,7 +12,7 @@ from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, recomputed, repeated, side_by_side, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, apart, recomputed, repeated, side_by_side, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.layers._tokens import Sequences
@@ -107,19 +106,19 @@ class GatedLinearAttention(GatedOutputLayer):
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         K, V, kv_heads = self.key_dim, self.value_dim, self.kv_heads
-        ends = np.cumsum([self.heads * K, kv_heads * K, kv_heads * V]).tolist()
-        all_of = side_by_side([self.query, self.key, self.value, self.output_gate], x)
+        inputs, linears = apart(x), (self.query, self.key, self.value, self.output_gate)
+        all_of, (query, key, value, output_gate) = side_by_side(linears, inputs)
         found = _one_token.run(
             state,
-            Heads(all_of, K, 1, 0, self.heads),
-            Heads(all_of, K, 1, ends[0], kv_heads),
-            Heads(all_of, V, 1, ends[1], kv_heads),
-            Heads(self.gate_up(self.gate_down(x)), K),
+            Heads(all_of, K, 1, query, self.heads),
+            Heads(all_of, K, 1, key, kv_heads),
+            Heads(all_of, V, 1, value, kv_heads),
+            Heads(self.gate_up(self.gate_down(next(inputs))), K),
             decay="log_sigmoid",
             factor=1 / self.gate_normalizer,
             convolution=self.convolution,
             norm=self.norm,
-            output_gate=Heads(all_of, V, 1, ends[2], self.heads),
+            output_gate=Heads(all_of, V, 1, output_gate, self.heads),
         )
         return found.output, RecurrentState(found.memory, found.recent)
 

@@ -11,9 +11,18 @@ from ejkernel import _checks
 from ejkernel.delta_rule import kda
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
+from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, group_count, recomputed, side_by_side, split_heads, wide
-from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState, normed_and_gated
+from ejkernel.layers._parameters import (
+    ParamInit,
+    apart,
+    group_count,
+    recomputed,
+    side_by_side,
+    split_heads,
+    together,
+)
+from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
 from ejkernel.layers._time_steps import (
     bounded_log_decay,
     log_decay,
@@ -120,28 +129,33 @@ class KimiDeltaAttention(RecurrentLayer):
             normalize=True,
             **sequences.keywords,
         )
-        output_gate = jax.nn.sigmoid(wide(self._output_gate(x)))
-        return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
+        gated = normed_and_gated(self.norm, output, self._output_gate(x), "sigmoid")
+        return gated, RecurrentState(memory, recent)
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         K, V, heads, value_heads = self.head_dim, self.value_dim, self.heads, self.value_heads
-        all_of = side_by_side([self.query, self.key, self.value], x)
+        inputs = apart(x)
+        all_of, (query, key, value) = side_by_side([self.query, self.key, self.value], inputs)
+        downs = [each for each in (self.decay_down, self.output_gate_down) if each is not None]
+        lows = iter(together(downs, inputs))
+        decay = self.decay_up(next(inputs) if self.decay_down is None else next(lows))
+        output_gate = self.output_gate_up(next(inputs) if self.output_gate_down is None else next(lows))
         found = _one_token.run(
             state,
-            Heads(all_of, K, 1, 0, heads),
-            Heads(all_of, K, 1, heads * K, heads),
-            Heads(all_of, V, 1, 2 * heads * K, value_heads),
-            Heads(self._decay(x), K),
+            Heads(all_of, K, 1, query, heads),
+            Heads(all_of, K, 1, key, heads),
+            Heads(all_of, V, 1, value, value_heads),
+            Heads(decay, K),
             decay="softplus" if self.lower_bound is None else "bounded",
             factor=1.0 if self.lower_bound is None else self.lower_bound,
             rate=self.A_log[...],
             bias=self.dt_bias[...],
-            beta=Heads(self.beta(x), 1),
+            beta=Heads(self.beta(next(inputs)), 1),
             beta_factor=2.0 if self.negative_eigenvalues else 1.0,
             convolution=self.convolution,
             normalize=True,
             norm=self.norm,
-            output_gate=Heads(self._output_gate(x), V),
+            output_gate=Heads(output_gate, V),
             activation="sigmoid",
         )
         return found.output, RecurrentState(found.memory, found.recent)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
+from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import ParamInit, group_count, matching, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
@@ -108,20 +109,19 @@ class Mamba2(RecurrentLayer):
             split = [each * factor for each, factor in zip(split, self.multipliers, strict=True)]
         output_gate, *mixed, step = split
         (value, key, query), recent = self.convolution(mixed, state.recent, sequences)
-        value = wide(split_heads(value, self.heads))
+        value = split_heads(value, self.heads)
         step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
         # a group's queries and keys serve several heads' values
         output, memory = simple_gla(
             split_heads(query, self.groups),
             split_heads(key, self.groups),
-            (value * step[..., None]).astype(x.dtype),
+            (wide(value) * step[..., None]).astype(x.dtype),
             log_decay(self.A_log[...], step),
             softmax_scale=1.0,
             initial_state=state.memory,
             **sequences.keywords,
         )
-        output = wide(output) + matching(self.D[...][:, None], value) * value
-        return self._normed(merge_heads(output), jax.nn.silu(wide(output_gate))), RecurrentState(memory, recent)
+        return self._normed(output, output_gate, value), RecurrentState(memory, recent)
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         if self.multipliers is not None:
@@ -154,13 +154,15 @@ class Mamba2(RecurrentLayer):
             output = output * jax.nn.silu(wide(projected[..., :features]))
         return output, RecurrentState(found.memory, found.recent)
 
-    def _normed(self, output: jax.Array, gate: jax.Array) -> jax.Array:
-        """The output times the gate, normalised group by group before or after that."""
+    def _normed(self, output: jax.Array, gate: jax.Array, value: jax.Array) -> jax.Array:
+        """The output and what skips the memory, times the gate, normalised group by group before or after that."""
         if self.norm is None:
-            return output * gate
-        if self.norm_before_gate:
-            return self.norm(output, self.norm_groups) * gate
-        return self.norm(output * gate, self.norm_groups)
+            value = wide(value)
+            output = wide(output) + matching(self.D[...][:, None], value) * value
+            return merge_heads(output) * jax.nn.silu(wide(gate))
+        skip = jnp.repeat(self.D[...], self.head_dim)
+        output, value = (split_heads(merge_heads(each), self.norm_groups) for each in (output, value))
+        return normed_and_gated(self.norm, output, gate, gate_first=not self.norm_before_gate, value=value, skip=skip)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

@@ -15,6 +15,7 @@ from ejkernel.layers._models import Published
 from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import (
     ParamInit,
+    apart,
     group_count,
     head_width,
     merge_heads,
@@ -226,20 +227,17 @@ class MultiHeadAttention(Published):
     def _decode(self, x: jax.Array, cache: KeyValueCache) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The same of a single token, `[rows, 1, width]`, of which the cache may have fewer rows: others are copies."""
         D, kv_heads, gate = self.head_dim, self.kv_heads, None
-        others = [each for each in (self.key, self.value) if each is not None]
+        kernels = [each for each in (self.query, self.key, self.value) if each is not None]
+        projected, (start, *starts) = side_by_side(kernels, apart(x))
+        heads = Heads(projected, D, 1, start, self.heads)
         if self.output_gate:
-            query, start = self.query(x), 0
-            heads = Heads(query, D, self.heads, 0, self.heads)
-            gate = split_heads(query[: cache.key.shape[0]], self.heads)[..., D:]
-            projected = side_by_side(others, x)
-        else:
-            start = self.heads * D
-            projected = side_by_side([self.query, *others], x)
-            heads = Heads(projected, D, 1, 0, self.heads)
+            query = projected[..., start : start + 2 * self.heads * D]
+            heads, gate = Heads(query, D, self.heads, 0, self.heads), split_heads(query, self.heads)[..., D:]
+            gate = gate[: cache.key.shape[0], None]
         query, keys, values = _one_token.rotate_and_store(
             heads,
-            Heads(projected, D, 1, start, kv_heads),
-            Heads(projected, D, 1, start if self.value is None else start + kv_heads * D, kv_heads),
+            Heads(projected, D, 1, starts[0], kv_heads),
+            Heads(projected, D, 1, starts[-1], kv_heads),
             cache.position,
             cache.key,
             cache.value,

@@ -93,6 +93,10 @@ FEW_STEP = [
 ]
 EVERY_ROTARY = list(itertools.product(KIBIBYTES, DTYPES, ("128x128", "24x24"), ("softmax",)))
 FEW_ROTARY = [(90, "bfloat16", "128x128", "softmax")]
+EVERY_GATED_NORM = list(
+    itertools.product(KIBIBYTES, DTYPES, ("16x128", "1x4096", "2x8192", "3x5"), ("heads", "groups"))
+)
+FEW_GATED_NORM = [(90, "bfloat16", "16x128", "heads"), (90, "bfloat16", "1x4096", "groups")]
 
 # a script, its calls, and kernels that any of them has
 SCRIPTS = [
@@ -113,6 +117,11 @@ SCRIPTS = [
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
     ("triton_compile_step.py", EVERY_STEP if THOROUGH else FEW_STEP, {"step"}),
     ("triton_compile_step.py", EVERY_ROTARY if THOROUGH else FEW_ROTARY, {"rotate_and_store"}),
+    (
+        "triton_compile_gated_norm.py",
+        EVERY_GATED_NORM if THOROUGH else FEW_GATED_NORM,
+        {"forward", "backward"},
+    ),
 ]
 # several to a process, which takes a while to start
 BATCHES = [

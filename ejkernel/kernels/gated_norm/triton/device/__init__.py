@@ -1,0 +1,1 @@
+"""Device code of a gated norm; imported when it is launched."""
