@@ -14,7 +14,7 @@ from conftest import assert_close, token_by_token
 from jax.sharding import AxisType, PartitionSpec
 
 import ejkernel
-from ejkernel._ops import OPS
+from ejkernel._ops import COMMON, OPS
 from ejkernel.kernels.chunks import token_walk
 
 QUICK = attention_cases.QUICK
@@ -180,17 +180,36 @@ def test_compositions(op, most, x64):
             assert_close(a, b, 1e-10, name)
 
 
-def test_forward_and_reverse_mode_are_transposes(x64):
-    """`<u, J v> = <Jᵀ u, v>` over several chunks, from both results."""
+TRANSPOSED = [
+    (name, lengths)
+    for name, op in COMMON.items()
+    for lengths in (None, (3, 0, 33, 64, 20))[: 1 if name in ("attention", "lightning_attn") else 2]
+    if op.core != "convolution"  # which has tests of its own
+]
+
+
+@pytest.mark.parametrize(("op", "lengths"), TRANSPOSED)
+def test_forward_and_reverse_mode_are_transposes(op, lengths, x64):
+    """`<u, J v> = <Jᵀ u, v>` over several chunks, for every array, from all results."""
     random = np.random.default_rng(7)
-    query, key, value, gates = random.normal(size=(4, 2, 150, 2, 8))
-    f = partial(ejkernel.recurrent_gla, g=jnp.asarray(-np.abs(gates)))
-    results, tangents = jax.jvp(f, (query, key, value), (value, query, key))
-    cotangents = tuple(random.normal(size=x.shape) for x in results)
-    gradients = jax.vjp(f, query, key, value)[1](cotangents)
-    left = sum((u * t).sum() for u, t in zip(cotangents, tangents, strict=True))
-    right = sum((g * v).sum() for g, v in zip(gradients, (value, query, key), strict=True))
-    assert_close(left, right, 1e-12, "<u, J v>")
+    sizes = {"B": 1, "T": 150, "H": 2, "K": 8}
+    dims = {name: "BTHK" for name in ("query", "key", "value")} | OPS[op].gates
+    arrays = {name: random.normal(size=[sizes[each] for each in dim]) for name, dim in dims.items()}
+    arrays |= {name: -np.abs(arrays[name]) for name in arrays if name == "g"}
+    borders = {"cu_seqlens": np.cumsum((0, *lengths))} if lengths else {}
+    moved = directions(arrays)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def both(arrays, moved):
+        f = lambda x: jax.tree.leaves(OPS[op].function(**x, **borders, **OPS[op].options))  # noqa: E731
+        results, tangents = jax.jvp(f, (arrays,), (moved,))
+        cotangents = [jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype) for x in results]
+        (gradients,) = jax.vjp(f, arrays)[1](cotangents)
+        left = [(u * t).sum() for u, t in zip(cotangents, tangents, strict=True)]
+        return left, [(gradients[name] * moved[name]).sum() for name in arrays]
+
+    left, right = both(arrays, moved)
+    assert_close(sum(left), sum(right), 1e-10, "<u, J v>", scale=sum(map(abs, (*left, *right))))
 
 
 @pytest.mark.parametrize("op", ["retention", "recurrent_gla", "delta_rule", "kda", "flash_attention"])
