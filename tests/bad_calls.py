@@ -122,7 +122,6 @@ SEGMENTS = [
     ({"segment_ids": IDS[0]}, ValueError, r"segment_ids: got shape \(6,\); expected \[B, T\] with B=2, T=6"),
     ({"segment_ids": IDS[:, :5]}, ValueError, r"segment_ids: got shape \(2, 5\); expected \[B, T\] with B=2, T=6"),
     ({"segment_ids": IDS, "cu_seqlens": CU}, ValueError, "segment_ids: got ids beside cu_seqlens; expected one of"),
-    ({"segment_ids": IDS, "platform": "pallas"}, ValueError, "platform: 'pallas' cannot serve this call: rows of sev"),
 ]
 if not jax.config.jax_enable_x64:
     large = np.full((2, 6), 2**40)

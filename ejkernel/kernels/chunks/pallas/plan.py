@@ -37,6 +37,7 @@ class Sizes:
     reverse: bool
     masked: bool  # a block may hold tokens that are not the visit's
     limit: float
+    joined: bool = False  # rows hold several sequences, each of which begins with a gate that forgets everything
 
     @property
     def block(self) -> int:
@@ -158,8 +159,6 @@ def _visits(call: Call, sizes: Sizes, cu_seqlens: jax.Array | None) -> Visit:
 
 def supports(call: Call) -> str | None:
     """Why a call cannot be tiled so, or `None` if it can."""
-    if call.segmented:
-        return "rows of several sequences (segment_ids)"
     if call.dtype not in DTYPES:
         return f"dtype {call.dtype} is none of bfloat16, float32"
     if any(dim % 64 or not 0 < dim <= LARGEST_DIM for dim in (call.key_dim, call.value_dim)):

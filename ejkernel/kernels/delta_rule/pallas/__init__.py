@@ -1,14 +1,13 @@
 """The delta rule on TPUs, as Pallas kernels."""
 
-import functools
 import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.kernels import Kernels, recurrence
-from ejkernel.kernels.chunks.pallas import passes, plan
+from ejkernel.kernels.chunks.kernels import recurrence
+from ejkernel.kernels.chunks.pallas import plan, segments
 from ejkernel.kernels.chunks.pallas.kernel_call import Inputs, Recurrence
 from ejkernel.kernels.delta_rule import xla
 from ejkernel.kernels.delta_rule.call import Call
@@ -38,7 +37,8 @@ def run(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     # a query or key that was normalized or scaled comes in float32; it may be rounded as the values are
     half = call.dtype == inputs.value.dtype == jnp.bfloat16
     inner, inputs = plan.cast_inputs(call, inputs, half)
-    output, final = recurrence(_KERNELS, inner, sizes(inner, inputs.query, inputs.key, inputs.value), inputs)
+    cut = sizes(segments.one_sequence(inner), inputs.query, inputs.key, inputs.value)
+    output, final = recurrence(_KERNELS, inner, cut, inputs)
     return output.astype(call.dtype), final
 
 
@@ -52,8 +52,4 @@ def _program() -> Any:
 
 
 _DELTA_RULE = Recurrence("delta", _program, lambda call, inputs: xla.run(call, *inputs))
-
-
-_KERNELS = Kernels(
-    functools.partial(passes.forward, _DELTA_RULE), functools.partial(passes.backward, _DELTA_RULE), _DELTA_RULE.xla
-)
+_KERNELS = segments.kernels(_DELTA_RULE)

@@ -1,14 +1,13 @@
 """The gated linear recurrence on TPUs, as Pallas kernels."""
 
-import functools
 import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.kernels import Kernels, recurrence
-from ejkernel.kernels.chunks.pallas import passes, plan
+from ejkernel.kernels.chunks.kernels import recurrence
+from ejkernel.kernels.chunks.pallas import plan, segments
 from ejkernel.kernels.chunks.pallas.kernel_call import Inputs, Recurrence
 from ejkernel.kernels.linear_recurrence import xla
 from ejkernel.kernels.linear_recurrence.call import Call
@@ -27,7 +26,7 @@ def run(call: Call, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     # a query that was scaled comes in float32; it may be rounded as its keys are
     half = call.dtype == key.dtype == value.dtype == jnp.bfloat16
     inner, inputs = plan.cast_inputs(call, Inputs(query, key, value, None, log_decay, initial_state, cu_seqlens), half)
-    sizes = plan.sizes(inner, inputs.query, inputs.key, inputs.value)
+    sizes = plan.sizes(segments.one_sequence(inner), inputs.query, inputs.key, inputs.value)
     output, final = recurrence(_KERNELS, inner, sizes, inputs)
     return output.astype(call.dtype), final
 
@@ -41,6 +40,4 @@ def _xla(call: Call, x: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 _LINEAR = Recurrence("recurrence", _program, _xla)
-
-
-_KERNELS = Kernels(functools.partial(passes.forward, _LINEAR), functools.partial(passes.backward, _LINEAR), _xla)
+_KERNELS = segments.kernels(_LINEAR)

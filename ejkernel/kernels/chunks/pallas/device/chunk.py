@@ -6,9 +6,6 @@ import jax
 
 from ejkernel.kernels.chunks.pallas.device.products import index
 
-# Gates from here down forget everything: `exp` is exactly 0, whatever it is multiplied by. Sums of infinities are NaN.
-LOWEST = -200.0
-
 
 class Chunk(NamedTuple):
     """A chunk's scores, and its decayed queries and keys, as the matrix unit's operands.

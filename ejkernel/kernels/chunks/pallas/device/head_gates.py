@@ -6,8 +6,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.chunks.pallas.device.chunk import LOWEST, Chunk, Cotangents, causal
-from ejkernel.kernels.chunks.pallas.device.products import F32, cumsum_lanes, index, matmul, matmul_nt, matmul_tn
+from ejkernel.kernels.chunks.pallas.device.chunk import Chunk, Cotangents, causal
+from ejkernel.kernels.chunks.pallas.device.products import (
+    F32,
+    LOWEST,
+    cumsum_from,
+    cumsum_lanes,
+    index,
+    matmul,
+    matmul_nt,
+    matmul_tn,
+    sums_to_end,
+)
 
 
 class Decays(NamedTuple):
@@ -19,10 +29,16 @@ class Decays(NamedTuple):
     transposed: jax.Array  # both [C, 2 heads]
 
     @staticmethod
-    def of(gates: jax.Array, reverse: bool) -> "Decays":
+    def of(gates: jax.Array, reverse: bool, joined: bool) -> "Decays":
         gates = jnp.maximum(gates, LOWEST)
         coarse = jnp.round(gates * 256) / 256
-        coarse, fine = (cumsum_lanes(x, reverse) for x in (coarse, gates - coarse))
+        fine = gates - coarse
+        if joined:
+            # these are not exact, and one sequence is not to change another's
+            fine = cumsum_from(jnp.where(gates <= LOWEST, 1.0, 0.0), fine, 1, reverse)
+        else:
+            fine = cumsum_lanes(fine, reverse)
+        coarse = cumsum_lanes(coarse, reverse)
         return Decays(gates, coarse, fine, jnp.concatenate([coarse, fine], 0).T)
 
     def parts(self, head: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -101,6 +117,8 @@ class Flow(NamedTuple):
     leaving: jax.Array  # what later chunks read of a token [heads, C]
     through: jax.Array  # what later chunks read of earlier ones [heads, 1]
 
-    def gate_gradient(self, reverse: bool) -> jax.Array:
+    def gate_gradient(self, gates: jax.Array, reverse: bool, joined: bool) -> jax.Array:
+        """From the gates themselves, where rows hold sequences that these part."""
         earlier = cumsum_lanes(self.leaving, reverse) - self.leaving
-        return cumsum_lanes(self.inside, not reverse) + earlier + self.through
+        inside = sums_to_end(gates, self.inside, 1, reverse) if joined else cumsum_lanes(self.inside, not reverse)
+        return inside + earlier + self.through

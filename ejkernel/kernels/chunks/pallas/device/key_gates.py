@@ -7,8 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.chunks.pallas.device.chunk import LOWEST, Chunk, Cotangents, causal
-from ejkernel.kernels.chunks.pallas.device.products import F32, cumsum_rows, index, matmul, matmul_nt, matmul_tn
+from ejkernel.kernels.chunks.pallas.device.chunk import Chunk, Cotangents, causal
+from ejkernel.kernels.chunks.pallas.device.products import (
+    F32,
+    LOWEST,
+    cumsum_rows,
+    index,
+    matmul,
+    matmul_nt,
+    matmul_tn,
+    sums_to_end,
+)
 
 
 class Mild(NamedTuple):
@@ -76,9 +85,10 @@ class Exact(NamedTuple):
     until: jax.Array  # decay after a token to the chunk's end
     gates: jax.Array
     scale: float
+    joined: bool
 
     @staticmethod
-    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, reverse: bool) -> "Exact":
+    def of(query: jax.Array, key: jax.Array, gates: jax.Array, scale: float, reverse: bool, joined: bool) -> "Exact":
         C, dtype = len(query), query.dtype
         gates = jnp.maximum(gates, LOWEST)
         row = index(gates.shape, 0)
@@ -107,7 +117,7 @@ class Exact(NamedTuple):
             products = matmul_nt((query * level.since).astype(dtype), (key * level.until).astype(dtype))
             scores = scores + jnp.where(level.visible, products, 0)
         operands = scores.astype(dtype), (query * since).astype(dtype), (key * until).astype(dtype)
-        return Exact(Chunk(*operands, None, None, total), levels, query, key, since, until, gates, scale)
+        return Exact(Chunk(*operands, None, None, total), levels, query, key, since, until, gates, scale, joined)
 
     def gradients(
         self, cotangents: Cotangents, d_state: jax.Array, state: jax.Array, reverse: bool
@@ -124,7 +134,8 @@ class Exact(NamedTuple):
         inside = self.query * (dq + dq_state) - self.key * dk
         leaving = self.key * dk_state
         through = _through(self.chunk, state, d_state)
-        d_gates = cumsum_rows(inside, not reverse) + (cumsum_rows(leaving, reverse) - leaving) + through
+        inside = sums_to_end(self.gates, inside, 0, reverse) if self.joined else cumsum_rows(inside, not reverse)
+        d_gates = inside + (cumsum_rows(leaving, reverse) - leaving) + through
         # across a gate that forgets everything nothing flows, and what cancels leaves no rounding
         d_gates = jnp.where(self.gates <= LOWEST, 0, d_gates)
         row, column = index((C, C), 0), index((C, C), 1)

@@ -7,6 +7,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 F32 = jnp.float32
 TILE = 8  # rows of float32 in a register
+# Gates from here down forget everything: `exp` is exactly 0, whatever it is multiplied by. Sums of infinities are NaN.
+LOWEST = -200.0
 
 
 def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -62,3 +64,24 @@ def cumsum_lanes(x: jax.Array, reverse: bool) -> jax.Array:
         x = x + jnp.where(inside, pltpu.roll(x, C - shift if reverse else shift, 1), 0)
         shift *= 2
     return x
+
+
+def cumsum_from(begins: jax.Array, x: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    """Inclusive sums of `x` along an axis, or against it, that begin anew where `begins` is above 0.
+
+    No bit of what comes before is in them.
+    """
+    size, shift = x.shape[axis], 1
+    place, begun = index(x.shape, axis), begins
+    while shift < size:
+        inside, by = place < size - shift if reverse else place >= shift, size - shift if reverse else shift
+        x = x + jnp.where(inside & (begun <= 0), pltpu.roll(x, by, axis), 0)
+        begun = jnp.maximum(begun, jnp.where(inside, pltpu.roll(begun, by, axis), 0))
+        shift *= 2
+    return x
+
+
+def sums_to_end(gates: jax.Array, x: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    """Inclusive sums of `x` from each token to the last before a gate that forgets everything, or to the chunk's."""
+    forgets, size = jnp.where(gates <= LOWEST, 1.0, 0.0), gates.shape[axis]
+    return cumsum_from(pltpu.roll(forgets, 1 if reverse else size - 1, axis), x, axis, not reverse)

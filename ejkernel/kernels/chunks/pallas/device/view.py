@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels.chunks.pallas.device.chunk import LOWEST
 from ejkernel.kernels.chunks.pallas.device.head_gates import Decays, Flow
-from ejkernel.kernels.chunks.pallas.device.products import F32, index
+from ejkernel.kernels.chunks.pallas.device.products import F32, LOWEST, index
 from ejkernel.kernels.chunks.pallas.plan import Sizes, Visit
 
 
@@ -92,7 +91,8 @@ class View:
         """All heads' decays in each chunk, for one gate a head. Without a sequence's first gate: the state has it."""
         if self.sizes.decay in ("none", "key"):
             return [None] * self.sizes.chunks
-        return [Decays.of(self._head_gates(i, first=False), self.sizes.reverse) for i in range(self.sizes.chunks)]
+        gates = [self._head_gates(i, first=False) for i in range(self.sizes.chunks)]
+        return [Decays.of(each, self.sizes.reverse, self.sizes.joined) for each in gates]
 
     def _head_gates(self, i: int, first: bool) -> jax.Array:
         """All heads' gates in a chunk `[heads, C]`: only that of a sequence's first token, or all but that."""
@@ -163,9 +163,10 @@ class View:
         """The gradient of gates of heads, from its parts by chunk and head."""
         for i, parts in flows.items():
             flow = Flow(*(jnp.concatenate(each, 0) for each in zip(*parts, strict=True)))
-            gradient = flow.gate_gradient(self.sizes.reverse)
+            gates = self.read_by_head("log_decay", i)
+            gradient = flow.gate_gradient(gates, self.sizes.reverse, self.sizes.joined)
             # across a gate that forgets everything nothing flows
-            gradient = jnp.where(self.read_by_head("log_decay", i) <= LOWEST, 0, gradient)
+            gradient = jnp.where(gates <= LOWEST, 0, gradient)
             self.write_by_head("d_log_decay", slice(None), i, gradient)
 
     def write_key_gate_gradient(self, head: int, i: Any, gradient: jax.Array) -> None:

@@ -42,8 +42,8 @@ class DeltaRule(Program):
     def exact_chunk(self, head: int, i: Any, use: Callable[[Any, jax.Array | None], None]) -> None:
         gates, first = self.exact_key_gates(head, i)
         query, key = (self.read(name, head, i).astype(F32) for name in ("query", "key"))
-        qk = Exact.of(query, key, gates, self.sizes.scale, self.sizes.reverse)
-        kk = Exact.of(key, key, gates, 1.0, self.sizes.reverse)
+        qk = Exact.of(query, key, gates, self.sizes.scale, self.sizes.reverse, self.sizes.joined)
+        kk = Exact.of(key, key, gates, 1.0, self.sizes.reverse, self.sizes.joined)
         use(Delta.of(qk, kk, self.read("value", head, i), self._betas(i)[head], self.sizes.reverse), first)
 
     def output_and_next(self, head: int, i: Any, chunk: Delta, state: jax.Array) -> jax.Array:

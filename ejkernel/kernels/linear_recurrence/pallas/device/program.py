@@ -33,7 +33,7 @@ class Linear(Program):
         def _() -> None:
             gates, first = self.exact_key_gates(head, i)
             query, key = self.read("query", head, i), self.read("key", head, i)
-            use(Exact.of(query, key, gates, self.sizes.scale, self.sizes.reverse), first)
+            use(Exact.of(query, key, gates, self.sizes.scale, self.sizes.reverse, self.sizes.joined), first)
 
         @pl.when(~strong)
         def _() -> None:
