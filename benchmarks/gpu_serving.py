@@ -117,8 +117,8 @@ WORKS = [
 ]
 
 
-def compiled_for(work: Work, target: str) -> dict[str, Any]:
-    """What can be read off the program for the GPU that `target` describes."""
+def compiled(function: Callable[..., Any], shapes: Any, target: str, donated: Any, **options: Any) -> Any:
+    """The program for the GPU that the file `target` describes, of arguments of these shapes."""
     import jax._src.lib
     from jax.experimental import topologies
 
@@ -126,16 +126,21 @@ def compiled_for(work: Work, target: str) -> dict[str, Any]:
         platform="cuda", topology_name="", topology="1x1x1", target_config=Path(target).read_text()
     )
     place = jax.sharding.SingleDeviceSharding(described.devices[0])
-    shapes = jax.eval_shape(work.make)
-    cache, arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
     here = {"capability": lambda: 90, "unavailable": lambda: None}
     with (
         mock.patch.multiple(_launch, **here),
         mock.patch.object(jax._src.lib.gpu_triton, "get_compute_capability", lambda _: 90),
     ):
-        traced = jax.jit(work.step, donate_argnums=0).trace(cache, arrays)
+        traced = jax.jit(function, donate_argnums=donated).trace(*given)
         # nothing can be tried out where there is no GPU
-        program = traced.lower(lowering_platforms=("cuda",)).compile({"xla_gpu_autotune_level": 0})
+        return traced.lower(lowering_platforms=("cuda",)).compile({"xla_gpu_autotune_level": 0, **options})
+
+
+def compiled_for(work: Work, target: str) -> dict[str, Any]:
+    """What can be read off the program for the GPU that `target` describes."""
+    cache, arrays = jax.eval_shape(work.make)
+    program = compiled(work.step, (cache, arrays), target, 0)
     text, memory = program.as_text(), program.memory_analysis()
     parts = jax.tree.leaves(cache)
     dims = [",".join(map(str, each.shape)) for each in parts]

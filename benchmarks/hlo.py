@@ -2,6 +2,7 @@
 one turn of each).
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -97,3 +98,67 @@ def _bytes(shapes: str) -> list[int]:
         for kind, dims in SHAPE.findall(shapes)
         if kind in BYTES
     ]
+
+
+def launches(text: str) -> Iterator[tuple[str, str, int]]:
+    """Of each kernel that a program for GPUs starts: its kind, its name and the bytes that it reads and writes.
+
+    Kinds are the operation, of custom calls the target and of products "matmul". Of branches all are listed. The bytes
+    are those of the arrays that a kernel is given; it may do without some.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    entry = re.search(r"^ENTRY %?(\S+)", text, re.MULTILINE)
+    assert entry is not None
+
+    def visit(name: str) -> Iterator[tuple[str, str, int]]:
+        made = _operations(bodies[name])
+        for own, (shape, kind, operands, line) in made.items():
+            if kind in ("while", "call", "conditional"):
+                called = re.findall(r"(?:body|to_apply|\w+_computations?)=\{?((?:%?[\w.-]+(?:, )?)+)", line)
+                for each in itertools.chain(*map(_names, called)):
+                    yield from visit(each)
+            elif kind not in _NOTHING and not kind.endswith("-done"):
+                inner = re.search(r"calls=%?([\w.-]+)", line)
+                fused = _operations(bodies[inner[1]]) if inner and kind == "fusion" else {}
+                read = sum(_read(fused, i, made[each][0]) for i, each in enumerate(operands) if each in made)
+                target = re.search(r'custom_call_target="([^"]+)"', line)
+                product = "gemm" in own or "cublas" in line or kind == "dot" or " dot(" in line
+                yield "matmul" if product else target[1] if target else kind, own, read + _written(fused, shape)
+
+    yield from visit(entry[1])
+
+
+_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "after-all", "iota"}
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)", re.MULTILINE)
+Operations = dict[str, tuple[str, str, list[str], str]]
+
+
+def _operations(body: str) -> Operations:
+    """Results, kinds, operands and lines by name."""
+    lines = (line for line in body.splitlines() if " = " in line)
+    found = ((_OPERATION.match(line), line) for line in lines)
+    return {each[1]: (each[2], each[3], _names(each[4]), line) for each, line in found if each}
+
+
+def _names(listed: str) -> list[str]:
+    without_comments = re.sub(r"/\*.*?\*/", "", listed)
+    return [each.strip().split(" ")[-1].lstrip("%") for each in re.split(r",(?![^\[{(]*[\]})])", without_comments)]
+
+
+def _read(fused: Operations, number: int, shape: str) -> int:
+    """Bytes of an operand, of which a fusion may read a slice only."""
+    own = next((name for name, each in fused.items() if each[1:3] == ("parameter", [str(number)])), None)
+    uses = [each for each in fused.values() if own is not None and own in each[2]]
+    if uses and all(each[1] in ("slice", "dynamic-slice") for each in uses):
+        return sum(sum(_bytes(each[0])) for each in uses)
+    if uses and all(each[1] == "dynamic-update-slice" and each[2][0] == own for each in uses):
+        return 0
+    return sum(_bytes(shape))
+
+
+def _written(fused: Operations, shape: str) -> int:
+    """Bytes of a result, of which a fusion may write a slice only."""
+    root = next((each for each in fused.values() if each[3].lstrip().startswith("ROOT")), None)
+    if root is not None and root[1] == "dynamic-update-slice":
+        return sum(_bytes(fused[root[2][1]][0]))
+    return sum(_bytes(re.sub(r"s8\[\d+\]\S*", "", shape)))  # cuBLAS has a workspace

@@ -342,6 +342,44 @@ def _layers_versions() -> Iterator[list[str]]:
     yield [found["date"], *found["versions"].values()]
 
 
+def _layer_steps() -> Iterator[list[str]]:
+    """What one layer's step of decoding starts and moves, as compiled."""
+    yield [
+        "layer",
+        "batch",
+        "kernels: products, ours, other",
+        "MB moved",
+        "MB of parameters, and of states read and written",
+    ]
+    for row in _read("layers_compiled")["rows"]:
+        layer, kind = row["name"].split(", ")
+        if kind.startswith("step "):
+            # a cache is read, and a token of it written
+            twice = 1 if layer == "MultiHeadAttention" else 2
+            least = row["parameters_mb"] + twice * row["carried_mb"]
+            cells = [_kernels(row), f"{_moved(row):.1f}", f"{least:.1f}"]
+            yield [f"`{layer}`", kind.removeprefix("step B"), *cells]
+
+
+def _layer_training() -> Iterator[list[str]]:
+    """What training a layer starts, as compiled, and what kernels of XLA move."""
+    yield ["layer", "", "kernels: products, ours, other", "MB moved by others"]
+    for row in _read("layers_compiled")["rows"]:
+        layer, kind = row["name"].split(", ")
+        if not kind.startswith("step "):
+            yield [f"`{layer}`", kind, _kernels(row), f"{row['others_mb']:.0f}"]
+
+
+def _kernels(row: dict[str, Any]) -> str:
+    return ", ".join(
+        str(row[f"{each}_kernels"]) for each in ("products", "ours", "others")
+    )
+
+
+def _moved(row: dict[str, Any]) -> float:
+    return sum(row[f"{each}_mb"] for each in ("products", "ours", "others"))
+
+
 def _numerics() -> Iterator[list[str]]:
     """The largest errors of each op by dtype, over all kinds of input."""
     dtypes = ("float32", "bfloat16", "float16")
@@ -407,6 +445,8 @@ TABLES = {
     "tpu_mesh": lambda: _mesh("tpu_mesh", "Explicit", memory=False),
     "tpu_mesh_time": lambda: _mesh_time("tpu_mesh"),
     "layers": _layers,
+    "layer_steps": _layer_steps,
+    "layer_training": _layer_training,
     "layers_files": _layers_files,
     "layers_versions": _layers_versions,
     "flash": _flash,

@@ -1,0 +1,186 @@
+r"""Whole layers on one NVIDIA GPU: what they take beside their matrix products.
+
+python -m benchmarks.gpu_layers --json benchmarks/results/layers_h200.json [row ...]
+
+Times are of a layer and of its projections alone. Without a GPU, `--target FILE` compiles for the one that a file
+describes (XLA's target config, as text), and counts the kernels that a program starts, and the bytes that these read
+and write.
+"""
+
+import collections
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks import gpu_rows, gpu_serving, hlo
+from ejkernel import layers
+
+WIDTH, KEYS, STEPS = 2048, 4096, 24
+BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+LAYERS: dict[str, Callable[..., Any]] = {
+    "GatedLinearAttention": partial(
+        layers.GatedLinearAttention, WIDTH, heads=16, key_width=WIDTH, convolution=4, **BF16
+    ),
+    "GatedDeltaNet": partial(layers.GatedDeltaNet, WIDTH, key_heads=16, value_heads=16, **BF16),
+    "KimiDeltaAttention": partial(layers.KimiDeltaAttention, WIDTH, heads=16, **BF16),
+    "Mamba2": partial(layers.Mamba2, WIDTH, heads=64, **BF16),
+    "MultiHeadAttention": partial(layers.MultiHeadAttention, WIDTH, heads=16, **BF16),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """`B8 T4096` forward or with gradients, as many tokens packed, or one token of each row of a batch.
+
+    `bar` are the milliseconds asked of one H200; of steps, those of `STEPS` layers.
+    """
+
+    layer: str
+    kind: str
+    batch: int = 8
+    tokens: int = 4096
+    bar: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}, {self.kind}" + (f" B{self.batch}" if self.kind == "step" else "")
+
+    @property
+    def borders(self) -> Any:
+        return gpu_rows.Work(self.name, T=self.tokens, sequences=32).borders
+
+
+def _works(layer: str, forward: float, gradients: float, alone: float, many: float) -> list[Work]:
+    packed = {"batch": 1, "tokens": 32768}
+    return [
+        Work(layer, "forward", bar=forward),
+        Work(layer, "gradients", bar=gradients),
+        Work(layer, "packed forward", **packed, bar=forward),
+        Work(layer, "packed gradients", **packed, bar=gradients),
+        Work(layer, "step", 1, 1, bar=alone),
+        Work(layer, "step", 64, 1, bar=many),
+    ]
+
+
+WORKS = [
+    *_works("GatedLinearAttention", 2.7, 8.7, 0.55, 1.35),
+    *_works("GatedDeltaNet", 2.9, 9.3, 0.55, 1.35),
+    *_works("KimiDeltaAttention", 3.2, 9.8, 0.6, 1.4),
+    *_works("Mamba2", 3.2, 10.3, 0.65, 2.3),
+    Work("MultiHeadAttention", "step", 1, 1, bar=0.7),
+]
+
+
+def arguments(work: Work, count: int = 1) -> tuple[Any, ...]:
+    """Parameters of `count` layers, what they carry, and the input; of training, the output's cotangent too."""
+    graph, parameters = nnx.split([LAYERS[work.layer](rngs=nnx.Rngs(seed)) for seed in range(count)])
+    x = gpu_serving.normal(work.batch, work.tokens, WIDTH)
+    if work.kind != "step":
+        return parameters, x, work.borders if "packed" in work.kind else None, x
+    return parameters, [each.empty_cache(work.batch, KEYS) for each in nnx.merge(graph, parameters)], x
+
+
+def program(work: Work, count: int = 1, *, projections: bool = False) -> Callable[..., Any]:
+    """The work of `count` layers, or of their projections alone."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: [LAYERS[work.layer](rngs=nnx.Rngs(0)) for _ in range(count)]))
+
+    def forward(parameters: Any, x: jax.Array, cu_seqlens: Any) -> Any:
+        layer = nnx.merge(graph, parameters)[0]
+        return _projected(layer, x) if projections else layer(x, cu_seqlens=cu_seqlens)[0]
+
+    def gradients(parameters: Any, x: jax.Array, cu_seqlens: Any, cotangent: jax.Array) -> Any:
+        output, pull = jax.vjp(lambda parameters, x: forward(parameters, x, cu_seqlens), parameters, x)
+        return output, pull(jax.tree.map(lambda each: jnp.broadcast_to(cotangent[..., :1], each.shape), output))
+
+    def step(parameters: Any, states: Any, x: jax.Array) -> Any:
+        after = []
+        for layer, state in zip(nnx.merge(graph, parameters), states, strict=True):
+            output, state = (_projected(layer, x)[-1], state) if projections else layer(x, state)
+            x = x + output
+            after.append(state)
+        return x, after
+
+    if work.kind == "step":
+        return step
+    return gradients if "gradients" in work.kind else lambda *given: forward(*given[:3])
+
+
+def _projected(layer: Any, x: jax.Array) -> list[jax.Array]:
+    """Each projection of as many tokens; those of other inputs than `x` get what has their width."""
+    linears = [each for _, each in nnx.iter_graph(layer) if isinstance(each, nnx.Linear)]
+    widest = max((each(x) for each in linears if each.in_features == WIDTH), key=lambda y: y.shape[-1])
+    found = [each(x if each.in_features == WIDTH else widest[..., : each.in_features]) for each in linears]
+    return [each for each in found if each.shape != x.shape] + [each for each in found if each.shape == x.shape]
+
+
+def compiled_for(work: Work, target: str) -> dict[str, Any]:
+    """What the program for the GPU that `target` describes starts; a step's is of one layer."""
+    shapes = jax.eval_shape(partial(arguments, work))
+    donated = 1 if work.kind == "step" else ()
+    # XLA's own products of many tokens need a GPU to be tried out on
+    options = {} if work.kind == "step" else {"xla_gpu_enable_triton_gemm": False}
+    compiled = gpu_serving.compiled(program(work), shapes, target, donated, **options)
+    kernels, moved = collections.Counter[str](), collections.Counter[str]()
+    for kind, _, size in hlo.launches(compiled.as_text()):
+        whose = {"matmul": "products", "triton_kernel_call": "ours"}.get(kind, "others")
+        kernels[whose] += 1
+        moved[whose] += size
+    if work.layer == "MultiHeadAttention":
+        # of the cache a token is written where it is
+        moved["ours"] -= 2 * _bytes(shapes[1][0][:2])
+    found: dict[str, Any] = {"name": work.name, "parameters_mb": round(_bytes(shapes[0]) / 1e6, 1)}
+    if work.kind == "step":
+        found["carried_mb"] = round(_bytes(shapes[1]) / 1e6, 1)
+    for whose in ("products", "ours", "others"):
+        found |= {f"{whose}_kernels": kernels[whose], f"{whose}_mb": round(moved[whose] / 1e6, 1)}
+    return found | {"temporaries_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)}
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(shapes))
+
+
+def measure(work: Work, bandwidth: float) -> dict[str, Any]:
+    count = STEPS if work.kind == "step" else 1
+    found = {}
+    for name, projections in (("ms", False), ("projections_ms", True)):
+        given = jax.jit(partial(arguments, work, count))()
+        function = jax.jit(program(work, count, projections=projections), donate_argnums=1 if count > 1 else ())
+        states = given[1]
+
+        def call(_: int, function: Any = function, given: Any = given) -> Any:
+            nonlocal states
+            if work.kind != "step":
+                return function(*given)
+            output, states = function(given[0], states, *given[2:])
+            return output
+
+        jax.block_until_ready(call(0))
+        found[name], found[f"{name.removesuffix('ms')}spread_ms"] = gpu_rows.in_batches(call, 10)
+    met = None if work.bar is None else found["ms"] <= work.bar
+    return {"name": work.name} | {name: round(each, 4) for name, each in found.items()} | {"bar": work.bar, "met": met}
+
+
+def main() -> None:
+    parser = gpu_rows.parser(__doc__)
+    parser.add_argument("--target", metavar="FILE", help="compile for the GPU described there, and time nothing")
+    given = parser.parse_args()
+    if given.target is None:
+        gpu_rows.report(given, WORKS, measure)  # type: ignore[arg-type]
+        return
+    found: dict[str, Any] = {"jax": jax.__version__, "rows": []}
+    for work in WORKS:
+        if not given.names or work.name in given.names:
+            found["rows"].append(compiled_for(work, given.target))
+            print(json.dumps(found["rows"][-1]), flush=True)
+    gpu_rows.write(given, found)
+
+
+if __name__ == "__main__":
+    main()
