@@ -22,6 +22,7 @@ from ejkernel import _sharding
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
+TOKENS = "TS"  # letters of a query's tokens
 
 
 class GatheredWarning(UserWarning):
@@ -190,11 +191,17 @@ def _heads(shape: Shape, letters: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Mapping:
-    """How a call is mapped over the `Explicit` axes of a mesh; `results` are the specs of its results."""
+    """How a call is mapped over the `Explicit` axes of a mesh.
+
+    Attributes:
+        results: how each device's results lie together
+        wanted: the same, but for tokens: these are sharded again as the query's were
+    """
 
     mesh: _sharding.AnyMesh
     split: Split
     results: Any
+    wanted: Any
 
     @property
     def call(self) -> Any:
@@ -216,7 +223,15 @@ class Mapping:
         mapped = jax.shard_map(
             on_part, mesh=self.mesh, in_specs=specs, out_specs=self.results, axis_names=axes, check_vma=check_vma
         )
-        return mapped(*placed)
+        found = mapped(*placed)
+        if self.wanted == self.results:
+            return found
+        return jax.tree.map(
+            lambda spec, x: jax.sharding.reshard(x, NamedSharding(self.mesh, spec)),
+            self.wanted,
+            found,
+            is_leaf=_is_spec,
+        )
 
 
 def mapping(call: Call, mesh: _sharding.AnyMesh, arrays: tuple[Any, ...]) -> Mapping:
@@ -227,8 +242,22 @@ def mapping(call: Call, mesh: _sharding.AnyMesh, arrays: tuple[Any, ...]) -> Map
     specs = {name: _sharding.spec_of(x) for name, x in named.items() if x is not None}
     found = split(call, mesh, shapes, specs)
     letters = next(iter(dims.values()))  # those of the query, and of whatever else has all heads
-    tokens = PartitionSpec(*({"B": found.rows, "H": found.heads}.get(each) or None for each in letters))
-    return Mapping(mesh, found, call.result_specs(tokens))
+    axes: dict[str, Axes] = {"B": found.rows, "H": found.heads}
+    taken = {*found.rows, *found.heads}
+    of_tokens = {
+        letter: tuple(each for each in _sharding.axes_of(part) if each not in taken)
+        for letter, part in zip(letters, specs[next(iter(dims))], strict=True)
+        if letter in TOKENS
+    }
+
+    def results(axes: dict[str, Axes]) -> Any:
+        return call.result_specs(PartitionSpec(*(axes.get(each) or None for each in letters)))
+
+    return Mapping(mesh, found, results(axes), results(axes | of_tokens))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _index(axes: Axes) -> jax.Array:

@@ -378,10 +378,14 @@ def gathers():
         assert all(message in each and "ejkernel.parallel" in each for each in said), said
         whole = ejkernel.flash_attention(query, key, key, causal=True)
         assert_close(output, whole, 1e-6, message)
+        if kind == EXPLICIT and query_spec == jax.P(None, "x"):
+            # tokens come back as the query's were
+            assert jax.typeof(output).sharding.spec == jax.P(None, "x", None, None), jax.typeof(output)
 
     for kind in (AUTO, EXPLICIT):
         check(kind, "key: 6 heads, which axis 'x' of 4 devices does not divide", jax.P(None, None, "x"), jax.P())
         check(kind, "dimension 1 is sharded over axis 'x'", jax.P(), jax.P(None, "x"))
+        check(kind, "query: dimension 1 is sharded over axis 'x'", jax.P(None, "x"), jax.P())
 
 
 def dropout():
