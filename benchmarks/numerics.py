@@ -29,6 +29,7 @@ TOKENS, HEADS, DIM = 400, 2, 32
 REGIMES = {
     "tiny": "down to -1e-4",
     "ordinary": "around -1",
+    "shipped": "Kimi-K3's gates, -5 · sigmoid(N(0, 1))",
     "strong": "down to -30",
     "resets": "a tenth -inf",
     "mixed": "0 to -1e4, and -inf",

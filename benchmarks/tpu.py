@@ -57,10 +57,16 @@ class Case:
     N: int = 0  # packed sequences
     state: bool = False
     reverse: bool = False
+    bounded: bool = False  # the schedule for gates of -5 · sigmoid(…) is read too
+
+    @property
+    def names(self) -> list[str]:
+        """Those of its rows."""
+        return [self.name, f"{self.name}, Kimi-K3's"] if self.bounded else [self.name]
 
 
 CASES = [
-    Case("key gates"),
+    Case("key gates", bounded=True),
     Case("head gates", decay="head"),
     Case("constant decay", decay="constant"),
     Case("no decay", decay="none"),
@@ -84,7 +90,7 @@ CASES = [
 # of the delta rule
 DELTA_RULE = [
     Case("head gates", decay="head"),
-    Case("key gates"),
+    Case("key gates", bounded=True),
     Case("no gates", decay="none"),
     Case("head gates, states, reverse", decay="head", state=True, reverse=True),
     Case("head gates, shared queries and keys", decay="head", Hkv=2),
@@ -206,11 +212,12 @@ def program(op: str, case: Case) -> tuple[Callable[..., Any], list[Any]]:
     return run, [arrays, borders, shape(B, T, H * V, dtype=case.dtype)]
 
 
-def steady(path: Path, turns: int) -> int:
+def steady(path: Path, turns: int, whole: int | None = None) -> int:
     """Bundles of the loop over blocks, without branches that are rarely taken.
 
     These are what a kernel does for the first and the last block of a sequence, and the exact path of strong gates. If
-    there are loops inside of it, which have so many `turns`, all branches count.
+    there are loops inside of it, which have so many `turns`, all branches count. Of the two ways to compute a whole
+    block, its largest branches, the first is for mild key gates and the second for bounded ones: `whole` says which.
     """
     bundles: list[str] = []
     depth: list[int] = []
@@ -231,6 +238,10 @@ def steady(path: Path, turns: int) -> int:
             skipped.append((i, starts[branch.group(1)]))
     # one that holds others is the loop's body
     inner = [each for each in skipped if not any(each[0] < other[0] and other[1] < each[1] for other in skipped)]
+    if whole is not None:
+        largest = sorted((each for each in inner if depth[each[0]] == 1), key=lambda each: each[0] - each[1])[:2]
+        taken = sorted(largest)[whole]
+        inner = [each for each in skipped if not (each[0] <= taken[0] and taken[1] <= each[1])]
     dead = {i for start, end in inner for i in range(start + 4, end)}
     if turns:
         return depth.count(1) + turns * depth.count(2)
@@ -358,15 +369,17 @@ def measure(op: str, case: Case, name: str, folder: Path | None) -> Iterator[Row
     kernels = bytes_of(compiled.as_text())
     moved_most = max(kernels.values())
     for kernel, moved in kernels.items():
-        bundles = 0.0
+        bundles = [0.0]
         kind = "backward" if "backward" in kernel else "forward"
         if folder:
             (path,) = (each for each in folder.glob(f"*-{kernel}-*-final_bundles.txt") if "analysis" not in each.name)
             blocks, turns = blocks_of(op, case, kind)
-            bundles = steady(path, turns) * blocks / units
+            wholes = (0, 1) if case.bounded else (None,)
+            bundles = [steady(path, turns, whole) * blocks / units for whole in wholes]
         floor = moved / units / chip.bandwidth * chip.clock
         if floor > 0.1 * moved_most / units / chip.bandwidth * chip.clock:  # not what is done for a few tokens
-            yield Row(case.name, name, kind, round(bundles, 1), round(floor, 1), temporaries, round(seconds, 1))
+            for row, found in zip(case.names, bundles, strict=folder is not None):
+                yield Row(row, name, kind, round(found, 1), round(floor, 1), temporaries, round(seconds, 1))
 
 
 FOUND: dict[str, Callable[[list[str]], dict[str, Any]]] = {
@@ -412,7 +425,7 @@ class Report:
         self.add()
 
     def of(self, case: Case, chip: str) -> list[Row]:
-        return [row for key, row in self.rows.items() if key[:2] == (case.name, chip)]
+        return [row for key, row in self.rows.items() if key[0] in case.names and key[1] == chip]
 
     def add(self, rows: Iterable[Row] = (), **found: Any) -> None:
         self.rows |= {(row.case, row.chip, row.kernel): row for row in rows}
@@ -424,7 +437,7 @@ class Report:
             file.seek(0)
             self._take_up(json.loads(file.read() or "{}"))
             file.truncate(0)
-            cases, chips = [case.name for case in self.table.cases], list(CHIPS)
+            cases, chips = [name for case in self.table.cases for name in case.names], list(CHIPS)
             rows = sorted(self.rows.values(), key=lambda row: (cases.index(row.case), chips.index(row.chip)))
             content = {**self.origin, "rows": [asdict(row) for row in rows], **self.found}
             file.write(json.dumps(content, indent=1) + "\n")

@@ -9,6 +9,9 @@ GATES = {
     "none": lambda random, shape: np.zeros(shape),
     "tiny": lambda random, shape: -1e-4 * random.random(shape),
     "ordinary": lambda random, shape: -np.abs(random.normal(size=shape)),
+    "shipped": lambda random, shape: -5 / (1 + np.exp(-random.normal(size=shape))),  # as Kimi-K3's
+    "all -6": lambda random, shape: np.full(shape, -6.0),
+    "in turn": lambda random, shape: _in_turn(random, shape),
     "strong": lambda random, shape: -30 * random.random(shape),
     "all -30": lambda random, shape: np.full(shape, -30.0),
     "all -1e4": lambda random, shape: np.full(shape, -1e4),
@@ -20,6 +23,15 @@ GATES = {
     "mixed": lambda random, shape: random.choice([0, -1e-3, -0.7, -30, -1e4, -np.inf], size=shape),
     "all -inf": lambda random, shape: np.full(shape, -np.inf),
 }
+
+
+def _in_turn(random, shape):
+    """Sixteen tokens of each kind: mild, as shipped, both by dim, and some strong ones or resets among them."""
+    kind = np.arange(shape[1]).reshape(-1, *[1] * (len(shape) - 2)) // 16 % 4
+    mild, shipped = (GATES[name](random, shape) for name in ("tiny", "shipped"))
+    both = np.where(np.arange(shape[-1]) % 3 == 0, mild, shipped)
+    strong = np.where(random.random(shape) < 0.1, random.choice([-30, -1e4, -np.inf], size=shape), both)
+    return np.select([kind == 0, kind == 1, kind == 2], [mild, shipped, both], strong)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import linear_attention_cases
 import numpy as np
 import oracle as reference
 
@@ -56,12 +57,15 @@ class Case:
 
 # name: (mean of |log decay|, spread)
 GATES = {"mild": 0.06, "unscaled": 0.8, "strong": 9.0, "fierce": 60.0}
+SHIPPED = {name: linear_attention_cases.GATES[name] for name in ("shipped", "all -6", "in turn")}
 
 
 def gates(kind, shape, rng):
     """Log decays; `resets` puts -inf and -1e4 among mild ones, `once` at one token, `mixed` lets some grow."""
     if kind in GATES:
         return -GATES[kind] * rng.exponential(size=shape)
+    if kind in SHIPPED:
+        return SHIPPED[kind](rng, shape)
     x = -GATES["mild"] * rng.exponential(size=shape)
     if kind == "resets":
         x = np.where(rng.random(shape) < 0.05, -np.inf, x)

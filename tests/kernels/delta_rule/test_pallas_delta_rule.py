@@ -79,12 +79,24 @@ CASES = [
     (
         "float32",
         replace(BASE, name="key", value_dim=128, **KEY),
-        [{"beta": "writes nothing"}, {"gate": "strong", "keys": "equal", "beta": "reflects"}, {"gate": "resets"}],
+        [
+            {"beta": "writes nothing"},
+            {"gate": "strong", "keys": "equal", "beta": "reflects"},
+            {"gate": "resets"},
+            {"gate": "shipped"},
+            {"gate": "in turn"},
+        ],
     ),
     (
         "bfloat16",
         replace(BASE, name="key", **KEY),
-        [{"keys": "nearly equal"}, {"gate": "mixed"}, *({**ALIKE, "beta": x} for x in BETAS)],
+        [
+            {"keys": "nearly equal"},
+            {"gate": "mixed"},
+            {"gate": "shipped"},
+            {"gate": "all -6"},
+            *({**ALIKE, "beta": x} for x in BETAS),
+        ],
     ),
 ]
 
@@ -114,6 +126,9 @@ def test_packed(case):
     # other gates and borders in the same program
     mixed = inputs(replace(case, gate="mixed", beta="any"), "float32")
     check(run, case, "float32", mixed | {"cu_seqlens": jnp.array([0, 1, 20, 20, 37, 40])})
+    if case.per_key:
+        for kind in ("shipped", "in turn"):
+            check(run, case, "float32", inputs(replace(case, gate=kind), "float32"))
     # what would grow beyond all bounds is nothing where there is nothing yet
     first = np.array([6, 17, 42, 43] if case.options else [0, 7, 18, 43])
     burst = {"g": arrays["g"].at[:, first].set(100.0), "initial_state": jnp.zeros_like(arrays["initial_state"])}

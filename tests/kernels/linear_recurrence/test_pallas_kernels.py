@@ -39,8 +39,11 @@ def check(run, case, arrays, cotangents):
 
 # one compilation each, for gates that take either path or both
 CASES = [
-    (replace(BASE, name="key-grouped", H=2, shared=(2, 1, 2), V=128), ("mild", "resets", "once")),
-    (replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False), ("strong", "once")),
+    (replace(BASE, name="key-grouped", H=2, shared=(2, 1, 2), V=128), ("mild", "resets", "once", "all -6", "in turn")),
+    (
+        replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False),
+        ("strong", "once", "shipped"),
+    ),
     (replace(BASE, name="head-bfloat16-reverse", decay="head", dtype="bfloat16", reverse=True), ("mild", "fierce")),
     (replace(BASE, name="constant-reverse", decay="constant", B=2, reverse=True), ("mild", "fierce")),
     (replace(BASE, name="none", decay="none", T=32, H=2, shared=(1, 1, 2)), ("mild",)),
@@ -69,6 +72,9 @@ def test_packed(case):
     # other borders in the same program, and what is past the last one
     arrays, cotangents = make(replace(case, gate="mild"))
     check(run, case, (*arrays[:6], jnp.array([0, 1, 20, 20, 37, 40])), cotangents)
+    if case.decay == "key":
+        for kind in ("shipped", "in turn"):
+            check(run, case, *make(replace(case, gate=kind)))
     arrays, cotangents = make(replace(case, gate="mixed"))
     clean = check(run, case, arrays, cotangents)
     spoilt = [x.at[0, 20].set(jnp.nan) for x in arrays[:4]]

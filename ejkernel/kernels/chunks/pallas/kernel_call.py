@@ -137,7 +137,10 @@ class KernelCall:
         from jax.experimental.pallas import tpu as pltpu
 
         like = next(iter(self.inputs.values()))
-        names = (*self.inputs, *self.outputs, *scratch)
+        memory = {name: pltpu.VMEM(shape, F32) for name, shape in scratch.items()}
+        if self.call.decay == "key":
+            memory["kinds"] = pltpu.SMEM((3,), jnp.int32)
+        names = (*self.inputs, *self.outputs, *memory)
         results = pl.pallas_call(
             functools.partial(getattr(self.recurrence.program(), kernel), self.sizes, names),
             out_shape=[_varying.shape_like(x.shape, x.dtype, like) for x in self.outputs.values()],
@@ -146,7 +149,7 @@ class KernelCall:
                 grid=(self.call.batch, self.programs, self.table.shape[1]),
                 in_specs=[pl.BlockSpec(*self.layouts[name][1:]) for name in self.inputs],
                 out_specs=[pl.BlockSpec(*self.layouts[name][1:]) for name in self.outputs],
-                scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch.values()],
+                scratch_shapes=[*memory.values()],
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             interpret=_pallas.INTERPRET or False,

@@ -18,8 +18,8 @@ LANES = 128
 CHUNK = 128  # tokens that interact through one matrix of scores
 BLOCK = 512  # tokens a visit
 # Key gates are mild if neither half of a chunk decays by more than exp(-limit): 2^-80, for the digits of float32 2^-40.
-# Others take the exact path; the contract asks for it: any gate value is legal.
-LIMITS = {np.dtype(jnp.bfloat16): 55.0, np.dtype(np.float32): 27.0}
+# They are bounded if no tile of 8 tokens decays by more than 2^-80. Others are legal too, and take an exact path.
+LIMITS = {np.dtype(jnp.bfloat16): (55.0, 55.0), np.dtype(np.float32): (27.0, 55.0)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sizes:
     scale: float
     reverse: bool
     masked: bool  # a block may hold tokens that are not the visit's
-    limit: float
+    limits: tuple[float, float]  # of `LIMITS`
     joined: bool = False  # rows hold several sequences, each of which begins with a gate that forgets everything
 
     @property
@@ -75,7 +75,7 @@ def sizes(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, most_c
         scale=float(call.scale),
         reverse=call.reverse,
         masked=call.packed or call.tokens % (chunk * chunks) != 0,
-        limit=LIMITS[call.dtype],
+        limits=LIMITS[call.dtype],
     )
 
 

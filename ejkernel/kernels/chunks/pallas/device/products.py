@@ -1,5 +1,8 @@
 """Matrix products and cumulative sums, as a TPU has them."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,19 +36,43 @@ def matmul_tn(x: jax.Array, y: jax.Array) -> jax.Array:
     return _dot(x, y, (0, 0))
 
 
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Digits(NamedTuple):
+    """How many digits products of float32 matrices have."""
+
+    product: Callable[[jax.Array, jax.Array, Matmul], jax.Array]  # the third says which of the functions above
+    split: Callable[[jax.Array, int], list[jax.Array]] | None = (
+        None  # a matrix in so many parts, if `product` does that
+    )
+
+
+def rounded(dtype: jax.typing.DTypeLike) -> Digits:
+    """Those of `dtype`."""
+    return Digits(lambda x, y, product: product(x.astype(dtype), y.astype(dtype)))
+
+
 def index(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Each element's place along an axis."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def cumsum_rows(x: jax.Array, reverse: bool) -> jax.Array:
-    """Inclusive sums down the rows of `x [C, D]`, or up them."""
-    C = x.shape[0]
+def cumsum_tiles(x: jax.Array, reverse: bool) -> jax.Array:
+    """Inclusive sums down the rows of each `TILE` of `x [C, D]`, or up them."""
+    C, shift = x.shape[0], 1
     row = index(x.shape, 0) & (TILE - 1)
-    for shift in (1, 2, 4):
+    while shift < TILE:
         inside = row < TILE - shift if reverse else row >= shift
         x = x + jnp.where(inside, pltpu.roll(x, C - shift if reverse else shift, 0), 0)
-    tiles = [x[start : start + TILE] for start in range(0, C, TILE)]
+        shift *= 2
+    return x
+
+
+def cumsum_rows(x: jax.Array, reverse: bool) -> jax.Array:
+    """Inclusive sums down the rows of `x [C, D]`, or up them."""
+    sums = cumsum_tiles(x, reverse)
+    tiles = [sums[start : start + TILE] for start in range(0, len(sums), TILE)]
     order = range(len(tiles))[::-1] if reverse else range(len(tiles))
     before = None
     for i in order:

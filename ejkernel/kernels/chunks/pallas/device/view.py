@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.chunks.pallas.device.head_gates import Decays, Flow
+from ejkernel.kernels.chunks.pallas.device.key_gates import BOUNDED, Blocks
 from ejkernel.kernels.chunks.pallas.device.products import F32, LOWEST, index
 from ejkernel.kernels.chunks.pallas.plan import Sizes, Visit
 
@@ -87,12 +88,16 @@ class View:
         is_first = self._is_first(i, gates.shape)
         return jnp.where(is_first, 0, gates), jnp.where(is_first, gates, 0).sum(0, keepdims=True)
 
-    def decays(self) -> list[Decays | None]:
-        """All heads' decays in each chunk, for one gate a head. Without a sequence's first gate: the state has it."""
+    def blocks(self, head: int, i: Any, kind: int) -> Blocks:
+        """Decays by blocks, of bounded key gates or any; these without that of a sequence's first token."""
+        gates = self.key_gates(head, i) if kind == BOUNDED else self.exact_key_gates(head, i)[0]
+        return Blocks.of(gates, kind == BOUNDED, self.sizes.limits, self.sizes.reverse, self.sizes.joined)
+
+    def decays(self, i: Any) -> Decays | None:
+        """All heads' decays in a chunk, for one gate a head. Without a sequence's first gate: the state has it."""
         if self.sizes.decay in ("none", "key"):
-            return [None] * self.sizes.chunks
-        gates = [self._head_gates(i, first=False) for i in range(self.sizes.chunks)]
-        return [Decays.of(each, self.sizes.reverse, self.sizes.joined) for each in gates]
+            return None
+        return Decays.of(self._head_gates(i, first=False), self.sizes.reverse, self.sizes.joined)
 
     def _head_gates(self, i: int, first: bool) -> jax.Array:
         """All heads' gates in a chunk `[heads, C]`: only that of a sequence's first token, or all but that."""

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.chunks.pallas.device.chunk import Cotangents, causal, scaled
 from ejkernel.kernels.chunks.pallas.device.head_gates import Flow, Gated
-from ejkernel.kernels.chunks.pallas.device.key_gates import Exact, Mild
+from ejkernel.kernels.chunks.pallas.device.key_gates import Blockwise, Mild
 from ejkernel.kernels.chunks.pallas.device.products import F32, cumsum_rows, matmul_nt, matmul_tn
 from ejkernel.kernels.delta_rule.pallas.device.inverse import inverse
-from ejkernel.kernels.delta_rule.pallas.device.parts import precise
+from ejkernel.kernels.delta_rule.pallas.device.parts import digits, precise
 
-Gates = Gated | Mild | Exact
+Gates = Gated | Mild | Blockwise
 
 
 class Gradients(NamedTuple):
@@ -63,15 +63,17 @@ class Delta(NamedTuple):
         inverted = inverse(system.T, exact).T if reverse else inverse(system, exact)
         solution, key = inverted * beta.along, _decayed(kk)[0]
         u0, w = precise(solution, value, exact), precise(solution, key, exact)
-        scores = jnp.where(causal(len(value), reverse), _float32_scores(qk), 0)
+        scores = _float32_scores(qk)
+        if not isinstance(qk, Blockwise):
+            scores = jnp.where(causal(len(value), reverse), scores, 0)
         reads = precise(scores, inverted, exact)
         query = _decayed(qk)[0] - precise(reads * beta.along, key, exact)
         return Delta(qk, kk, value, beta, overlaps, inverted, u0, w, reads, query)
 
     @property
-    def strong(self) -> jax.Array:
-        """As `Mild.strong`."""
-        return self.qk.strong  # type: ignore[union-attr]
+    def kinds(self) -> jax.Array:
+        """Those of the key gates."""
+        return self.qk.kinds  # type: ignore[union-attr]
 
     @property
     def _exact(self) -> bool:
@@ -105,24 +107,22 @@ class Delta(NamedTuple):
         # of the system's right side, from the output and from the next state
         dr = precise(self.reads, d_output, exact, matmul_tn) + precise(self.inverse, du, exact, matmul_tn)
         corrections = self.value - precise(_decayed(kk)[0], start, exact, matmul_nt)
-        d_scores = jnp.where(causal(C, reverse), precise(d_output, u, exact, matmul_nt), 0)
-        d_system = jnp.where(causal(C, reverse, strict=True), -precise(dr, u, exact, matmul_nt), 0)
+        d_scores, d_system = precise(d_output, u, exact, matmul_nt), -precise(dr, u, exact, matmul_nt)
+        if not isinstance(qk, Blockwise):
+            # whose gradients leave out what is not visible
+            d_scores = jnp.where(causal(C, reverse), d_scores, 0)
+            d_system = jnp.where(causal(C, reverse, strict=True), d_system, 0)
         d_beta = _row_sums(dr * corrections, exact) + _row_sums(d_system * self.overlaps, exact)
         d_value = self.beta.down * dr
         of_qk = Cotangents(d_scores, precise(d_output, start, exact), precise(u, d_end, exact))
         d_overlaps, d_key = self.beta.down * d_system, -precise(d_value, start, exact)
         of_kk = Cotangents(d_overlaps, d_key, jnp.zeros_like(of_qk.key))
-        dq: jax.Array
-        d_gates: Any
-        if isinstance(qk, Exact) and isinstance(kk, Exact):
-            zero = jnp.zeros((1, 1), F32)
-            dq, dk_read, d_gates = qk.gradients(of_qk, d_state, state, reverse)
-            dk_reading, dk_more, d_gates_more = kk.gradients(of_kk, zero, zero, reverse)
-            dk, d_gates = dk_read + dk_reading + dk_more, d_gates + d_gates_more
-        else:
-            dq, dk_reading, dk_read, dk_left = self._score_gradients(of_qk, of_kk)
-            dk = dk_reading + dk_read + dk_left
-            d_gates = self._flow(dq, dk_reading - dk_read, dk_left, u * du, state * d_state, reverse)
+        dq, dk_reading, dk_read, dk_left = self._score_gradients(of_qk, of_kk)
+        d_gates = self._flow(dq, dk_reading - dk_read, dk_left, u * du, state * d_state, reverse)
+        dk = dk_reading + dk_read + dk_left
+        if isinstance(qk, Blockwise):
+            own_query, own_key = qk.own_gradients(d_scores)
+            dq, dk = (dq + own_query) * qk.scale, dk + own_key
         return Gradients(dq, dk, d_value, d_beta, d_gates, d_start)
 
     def _score_gradients(
@@ -131,13 +131,18 @@ class Delta(NamedTuple):
         """Cotangents of queries, of keys that read, of keys that are read in the chunk, and of these by the next."""
         qk: Any = self.qk
         kk: Any = self.kk
-        dq, dk_read = _pair_gradients(qk, of_qk.scores, self._exact)
-        dk_reading, dk_more = _pair_gradients(kk, of_kk.scores, self._exact)
+        if isinstance(qk, Blockwise):
+            (_, key), d_scores = qk.operands, (of_qk.scores, of_kk.scores)
+            (dq, dk_reading), dk_read = qk.blocks.score_gradients(qk.operands, key, d_scores, digits(self._exact))
+        else:
+            dq, dk_read = _pair_gradients(qk, of_qk.scores, self._exact)
+            dk_reading, dk_more = _pair_gradients(kk, of_kk.scores, self._exact)
+            dk_read = dk_read + dk_more
         dq = dq + scaled(of_qk.query, qk.since)
         if qk.since is None:
             dq = dq * qk.scale
         dk_reading = dk_reading + scaled(of_kk.query, kk.since)
-        return dq, dk_reading, dk_read + dk_more, scaled(of_qk.key, qk.until)
+        return dq, dk_reading, dk_read, scaled(of_qk.key, qk.until)
 
     def _flow(
         self, dq: jax.Array, dk: jax.Array, dk_left: jax.Array, left: jax.Array, through: jax.Array, reverse: bool
@@ -154,6 +159,8 @@ class Delta(NamedTuple):
         if isinstance(qk, Mild):
             through = (key * dk_left).sum(0, keepdims=True) + through.sum(0, keepdims=True) * total
             return cumsum_rows(inside - key * dk_left, not reverse) + through
+        if isinstance(qk, Blockwise):
+            return qk.blocks.gate_gradient(inside, key * dk_left, through.sum(0, keepdims=True) * total, reverse)
         if total is None:
             return None
         through = through.sum(keepdims=True) * total
@@ -173,7 +180,7 @@ def _pair_gradients(gates: Gated | Mild, d_scores: jax.Array, exact: bool) -> tu
 
 def _decayed(gates: Gates) -> tuple[jax.Array, jax.Array]:
     """Decayed query and key, before they are rounded."""
-    query, key = (gates.query, gates.key) if isinstance(gates, Exact) else gates.operands
+    query, key = gates.operands
     return scaled(query, gates.since), scaled(key, gates.until)
 
 
@@ -185,7 +192,7 @@ def _float32_scores(gates: Gates) -> jax.Array:
     if isinstance(gates, Mild):
         query, key = _decayed(gates)
         return precise(query, key, gates.operands[0].dtype == F32, matmul_nt)
-    return gates.chunk.scores.astype(F32)
+    return gates.chunk.scores
 
 
 def _row_sums(x: jax.Array, exact: bool) -> jax.Array:

@@ -1,43 +1,34 @@
 """The gated linear recurrence in one chunk of tokens."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import pallas as pl
 
 from ejkernel.kernels.chunks.pallas.device.chunk import Chunk, Cotangents, scaled
 from ejkernel.kernels.chunks.pallas.device.head_gates import Decays, Gated
-from ejkernel.kernels.chunks.pallas.device.key_gates import Exact, Mild
-from ejkernel.kernels.chunks.pallas.device.products import matmul, matmul_nt, matmul_tn
-from ejkernel.kernels.chunks.pallas.device.program import Program, any_above_zero
+from ejkernel.kernels.chunks.pallas.device.key_gates import MILD, Blockwise, Mild
+from ejkernel.kernels.chunks.pallas.device.products import F32, matmul, matmul_nt, matmul_tn, rounded
+from ejkernel.kernels.chunks.pallas.device.program import Program
 
-Gates = Gated | Mild | Exact
+Gates = Gated | Mild | Blockwise
 
 
 class Linear(Program):
-    """Chunks are `Gated`, `Mild` or `Exact`; values are read where they are multiplied."""
+    """Chunks are `Gated`, `Mild` or `Blockwise`; values are read where they are multiplied."""
 
-    def chunk(self, head: int, i: Any, operands: Decays | None) -> Gated | Mild:
+    def operands(self, i: Any) -> Decays | None:
+        return self.decays(i)
+
+    def chunk(self, head: int, i: Any, operands: Decays | None, kind: int) -> Gates:
         query, key, sizes = self.read("query", head, i), self.read("key", head, i), self.sizes
-        if sizes.decay == "key":
-            return Mild.of(query, key, self.key_gates(head, i), sizes.scale, sizes.limit, sizes.reverse)
-        return Gated.of(query, key, operands, head, sizes.scale, sizes.reverse)
-
-    def exact_chunk(self, head: int, i: Any, use: Callable[[Any, jax.Array | None], None]) -> None:
-        # each chunk asks for itself: the contract wants bits that do not depend on where a prompt was cut
-        mild: Any = self.chunk(head, i, None)
-        strong = any_above_zero([mild.strong])
-
-        @pl.when(strong)
-        def _() -> None:
-            gates, first = self.exact_key_gates(head, i)
-            query, key = self.read("query", head, i), self.read("key", head, i)
-            use(Exact.of(query, key, gates, self.sizes.scale, self.sizes.reverse, self.sizes.joined), first)
-
-        @pl.when(~strong)
-        def _() -> None:
-            use(mild, None)
+        if sizes.decay != "key":
+            return Gated.of(query, key, operands, head, sizes.scale, sizes.reverse)
+        if kind == MILD:
+            return Mild.of(query, key, self.key_gates(head, i), sizes.scale, sizes.limits[0], sizes.reverse)
+        blocks, dtype = self.blocks(head, i, kind), query.dtype
+        query, key = query.astype(F32) * sizes.scale, key.astype(F32)
+        (scores,) = blocks.scores((query,), key, rounded(dtype))
+        return Blockwise.of(query, key, scores, blocks, sizes.scale, dtype)
 
     def output_and_next(self, head: int, i: Any, chunk: Gates, state: jax.Array) -> jax.Array:
         value, operands = self.read("value", head, i), chunk.chunk
