@@ -201,7 +201,9 @@ class Blocks(NamedTuple):
     gates: jax.Array | None  # if some of them may part sequences
 
     @staticmethod
-    def of(gates: jax.Array, bounded: bool, limits: tuple[float, float], reverse: bool, joined: bool) -> "Blocks":
+    def of(
+        gates: jax.Array, bounded: bool, limits: tuple[float, float], reverse: bool, joined: bool = False
+    ) -> "Blocks":
         C, TILE = len(gates), products.TILE
         found = kinds(gates, limits, reverse)
         if not bounded:
