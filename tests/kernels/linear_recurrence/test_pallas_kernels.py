@@ -39,7 +39,10 @@ def check(run, case, arrays, cotangents):
 
 # one compilation each, for gates that take either path or both
 CASES = [
-    (replace(BASE, name="key-grouped", H=2, shared=(2, 1, 2), V=128), ("mild", "resets", "once", "all -6", "in turn")),
+    (
+        replace(BASE, name="key-grouped", T=72, H=2, shared=(2, 1, 2), V=128),
+        ("mild", "resets", "once", "all -6", "in turn"),
+    ),
     (
         replace(BASE, name="key-bfloat16-whole", dtype="bfloat16", T=32, H=2, Hkv=2, state=False),
         ("strong", "once", "shipped"),

@@ -266,12 +266,17 @@ class Blocks(NamedTuple):
             d_queries, d_key = pairs.add_gradients(d_queries, d_key, queries, key, d_scores, digits)
         return d_queries, d_key
 
-    def gate_gradient(self, inside: jax.Array, leaving: jax.Array, through: jax.Array, reverse: bool) -> jax.Array:
+    def gate_gradient(
+        self, inside: jax.Array, leaving: jax.Array, through: jax.Array, exact: bool, reverse: bool
+    ) -> jax.Array:
         """That of the gates, the sum of all products that cross one.
 
         `inside` is what a token reads of earlier ones less what later ones of the chunk read of it, `leaving` what
-        later chunks read of it `[C, K]`, `through` what later chunks read of earlier ones `[1, K]`.
+        later chunks read of it `[C, K]`, `through` what later chunks read of earlier ones `[1, K]`. Unless it is to be
+        `exact`, it may be off by float32's rounding of all that leaves.
         """
+        if self.bounded and not exact:
+            return cumsum_rows(inside - leaving, not reverse) + (leaving.sum(0, keepdims=True) + through)
         if self.gates is None:
             inside = cumsum_rows(inside, not reverse)
         else:
@@ -357,6 +362,7 @@ class Blockwise(NamedTuple):
         (dq,), dk = self.blocks.score_gradients((query,), key, (cotangents.scores,), digits)
         dq, dk_left = dq + cotangents.query * self.since, cotangents.key * self.until
         through = _through(self.chunk, state, d_state)
-        d_gates = self.blocks.gate_gradient(query * dq - key * dk, key * dk_left, through, reverse)
+        exact = self.chunk.query.dtype == F32
+        d_gates = self.blocks.gate_gradient(query * dq - key * dk, key * dk_left, through, exact, reverse)
         own_query, own_key = self.own_gradients(cotangents.scores)
         return (dq + own_query) * self.scale, dk + dk_left + own_key, d_gates

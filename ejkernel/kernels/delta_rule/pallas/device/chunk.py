@@ -160,7 +160,8 @@ class Delta(NamedTuple):
             through = (key * dk_left).sum(0, keepdims=True) + through.sum(0, keepdims=True) * total
             return cumsum_rows(inside - key * dk_left, not reverse) + through
         if isinstance(qk, Blockwise):
-            return qk.blocks.gate_gradient(inside, key * dk_left, through.sum(0, keepdims=True) * total, reverse)
+            through = through.sum(0, keepdims=True) * total
+            return qk.blocks.gate_gradient(inside, key * dk_left, through, self._exact, reverse)
         if total is None:
             return None
         through = through.sum(keepdims=True) * total
