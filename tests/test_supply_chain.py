@@ -29,9 +29,15 @@ METHODS = {("os", "system"), ("os", "popen"), ("subprocess", "run"), ("subproces
 BY_NAME = {
     "kernels/attention/paged/triton/__init__.py": ["DEVICE"],
     "kernels/attention/triton/launcher.py": ["DEVICE"],
+    "kernels/chunks/triton/packing.py": ["LISTS"],
+    "kernels/chunks/triton/pools.py": ["SLOTS"],
+    "kernels/convolution/pallas/__init__.py": ["DEVICE"],
     "kernels/convolution/triton/__init__.py": ["DEVICE"],
     "kernels/delta_rule/triton/launcher.py": ["DEVICE"],
+    "kernels/gated_norm/triton/__init__.py": ["DEVICE"],
     "kernels/linear_recurrence/triton/launcher.py": ["DEVICE"],
+    "kernels/rotary/triton/__init__.py": ["DEVICE"],
+    "kernels/step/triton/__init__.py": ["DEVICE"],
 }
 
 

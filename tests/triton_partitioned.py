@@ -92,7 +92,9 @@ def _kernels(mesh, partition, rule, operands, results):
 
     def sharding(factors, x):
         axes = {"B": "rows", "H": "heads"}
-        return jax.sharding.NamedSharding(mesh, jax.P(*(axes.get(each[0]) for each in factors)))
+        # of a dimension with several places a row, rows are the first factor
+        first = (each if isinstance(each, str) else each[0] for each in factors)
+        return jax.sharding.NamedSharding(mesh, jax.P(*(axes.get(each[0]) for each in first)))
 
     placed = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(factors, x))
