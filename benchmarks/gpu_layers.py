@@ -2,13 +2,11 @@ r"""Whole layers on one NVIDIA GPU: what they take beside their matrix products.
 
 python -m benchmarks.gpu_layers --json benchmarks/results/layers_h200.json [row ...]
 
-Times are of a layer and of its projections alone. Without a GPU, `--target FILE` compiles for the one that a file
-describes (XLA's target config, as text), and counts the kernels that a program starts, and the bytes that these read
-and write.
+Times are of a layer and of its projections alone. Without a GPU, `--described` compiles for an H200, and counts the
+kernels that a program starts, and the bytes that these read and write.
 """
 
 import collections
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import gpu_rows, gpu_serving, hlo
+from benchmarks import described, gpu_rows, gpu_serving, hlo
 from ejkernel import layers
 
 WIDTH, KEYS, STEPS = 2048, 4096, 24
@@ -119,13 +117,13 @@ def _projected(layer: Any, x: jax.Array) -> list[jax.Array]:
     return [each for each in found if each.shape != x.shape] + [each for each in found if each.shape == x.shape]
 
 
-def compiled_for(work: Work, target: str) -> dict[str, Any]:
-    """What the program for the GPU that `target` describes starts; a step's is of one layer."""
+def count(work: Work) -> dict[str, Any]:
+    """What the program for an H200 starts; a step's is of one layer."""
     shapes = jax.eval_shape(partial(arguments, work))
     donated = 1 if work.kind == "step" else ()
     # XLA's own products of many tokens need a GPU to be tried out on
     options = {} if work.kind == "step" else {"xla_gpu_enable_triton_gemm": False}
-    compiled = gpu_serving.compiled(program(work), shapes, target, donated, **options)
+    compiled = described.compiled(program(work), shapes, donated, **options)
     kernels, moved = collections.Counter[str](), collections.Counter[str]()
     for kind, _, size in hlo.launches(compiled.as_text()):
         whose = {"matmul": "products", "triton_kernel_call": "ours"}.get(kind, "others")
@@ -167,20 +165,5 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
     return {"name": work.name} | {name: round(each, 4) for name, each in found.items()} | {"bar": work.bar, "met": met}
 
 
-def main() -> None:
-    parser = gpu_rows.parser(__doc__)
-    parser.add_argument("--target", metavar="FILE", help="compile for the GPU described there, and time nothing")
-    given = parser.parse_args()
-    if given.target is None:
-        gpu_rows.report(given, WORKS, measure)  # type: ignore[arg-type]
-        return
-    found: dict[str, Any] = {"jax": jax.__version__, "rows": []}
-    for work in WORKS:
-        if not given.names or work.name in given.names:
-            found["rows"].append(compiled_for(work, given.target))
-            print(json.dumps(found["rows"][-1]), flush=True)
-    gpu_rows.write(given, found)
-
-
 if __name__ == "__main__":
-    main()
+    gpu_rows.main(__doc__, WORKS, measure, count)

@@ -200,3 +200,21 @@ def report(
 def write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def main(description: str | None, works: Sequence[Any], measure: Any, count: Callable[[Any], dict[str, Any]]) -> None:
+    """The command of a benchmark that times its rows on a GPU or, without one, counts what is compiled for an H200."""
+    given = parser(description)
+    given.add_argument(
+        "--described", action="store_true", help="compile for an H200 that is not here, and time nothing"
+    )
+    arguments = given.parse_args()
+    if not arguments.described:
+        report(arguments, works, measure)
+        return
+    found: dict[str, Any] = {"jax": jax.__version__, "rows": []}
+    for work in works:
+        if not arguments.names or work.name in arguments.names:
+            found["rows"].append(count(work))
+            print(json.dumps(found["rows"][-1]), flush=True)
+    write(arguments, found)

@@ -2,25 +2,21 @@ r"""Serving on one NVIDIA GPU: times of calls on pages and pools, and what the c
 
 python -m benchmarks.gpu_serving --json benchmarks/results/serving_h200.json [row ...]
 
-Without a GPU, `--target FILE` compiles for the one that a file describes (XLA's target config, as text), and says of
-each program how much of the cache is aliased, how many copies of its size there are, and how much is held beside it.
+Without a GPU, `--described` compiles for an H200, and says of each program how much of the cache is aliased, how many
+copies of its size there are, and how much is held beside it.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import ejkernel
-from benchmarks import gpu_rows
+from benchmarks import described, gpu_rows
 from ejkernel import PagedCache
-from ejkernel.kernels import _launch
 
 
 @dataclass(frozen=True)
@@ -117,30 +113,10 @@ WORKS = [
 ]
 
 
-def compiled(function: Callable[..., Any], shapes: Any, target: str, donated: Any, **options: Any) -> Any:
-    """The program for the GPU that the file `target` describes, of arguments of these shapes."""
-    import jax._src.lib
-    from jax.experimental import topologies
-
-    described = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=Path(target).read_text()
-    )
-    place = jax.sharding.SingleDeviceSharding(described.devices[0])
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    here = {"capability": lambda: 90, "unavailable": lambda: None}
-    with (
-        mock.patch.multiple(_launch, **here),
-        mock.patch.object(jax._src.lib.gpu_triton, "get_compute_capability", lambda _: 90),
-    ):
-        traced = jax.jit(function, donate_argnums=donated).trace(*given)
-        # nothing can be tried out where there is no GPU
-        return traced.lower(lowering_platforms=("cuda",)).compile({"xla_gpu_autotune_level": 0, **options})
-
-
-def compiled_for(work: Work, target: str) -> dict[str, Any]:
-    """What can be read off the program for the GPU that `target` describes."""
+def count(work: Work) -> dict[str, Any]:
+    """What can be read off the program for an H200."""
     cache, arrays = jax.eval_shape(work.make)
-    program = compiled(work.step, (cache, arrays), target, 0)
+    program = described.compiled(work.step, (cache, arrays), 0)
     text, memory = program.as_text(), program.memory_analysis()
     parts = jax.tree.leaves(cache)
     dims = [",".join(map(str, each.shape)) for each in parts]
@@ -151,7 +127,7 @@ def compiled_for(work: Work, target: str) -> dict[str, Any]:
         "aliased_mib": round(memory.alias_size_in_bytes / 2**20, 1),
         "copies_of_the_cache": sum(f"[{each}]" in line for line in copies for each in dims),
         "temporaries_mib": round(memory.temp_size_in_bytes / 2**20, 1),
-        "triton_kernels": text.count('custom_call_target="triton_kernel_call"'),
+        "triton_kernels": described.PLATFORMS["gpu"].kernels(text),
         "loops": len(re.findall(r" while\(", text)),
     }
 
@@ -171,20 +147,5 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
     return {"name": work.name, "ms": round(median, 4), "spread_ms": round(spread, 4), "bar_ms": work.bar, "met": met}
 
 
-def main() -> None:
-    parser = gpu_rows.parser(__doc__)
-    parser.add_argument("--target", metavar="FILE", help="compile for the GPU described there, and time nothing")
-    arguments = parser.parse_args()
-    if arguments.target is None:
-        gpu_rows.report(arguments, WORKS, measure)  # type: ignore[arg-type]
-        return
-    found: dict[str, Any] = {"jax": jax.__version__, "rows": []}
-    for work in WORKS:
-        if not arguments.names or work.name in arguments.names:
-            found["rows"].append(compiled_for(work, arguments.target))
-            print(json.dumps(found["rows"][-1]), flush=True)
-    gpu_rows.write(arguments, found)
-
-
 if __name__ == "__main__":
-    main()
+    gpu_rows.main(__doc__, WORKS, measure, count)
