@@ -56,6 +56,13 @@ def linear(
     )
 
 
+def grouped(rows: np.ndarray, widths: Sequence[int], groups: int) -> np.ndarray:
+    """Rows of several parts, of these widths, put side by side for each of the groups that all parts have."""
+    parts = np.split(rows, np.cumsum(widths)[:-1])
+    parts = [part.reshape(groups, -1, *rows.shape[1:]) for part in parts]
+    return np.concatenate(parts, 1).reshape(rows.shape)
+
+
 def copies(names: Mapping[str, str]) -> Sources:
     """Parameters that are stored as they are here, by our path and their name."""
     return {path: Source([name]) for path, name in names.items()}

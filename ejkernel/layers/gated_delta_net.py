@@ -144,20 +144,14 @@ def _widths(layer: GatedDeltaNet) -> tuple[int, int, int]:
 def _by_key_head(rows: np.ndarray, layer: GatedDeltaNet) -> np.ndarray:
     """Rows of all queries, all keys, all values and all gates, put side by side for each key head."""
     keys, _, values = _widths(layer)
-    return _grouped(rows, (keys, keys, values, values), layer.key_heads)
-
-
-def _grouped(rows: np.ndarray, widths: Any, groups: int) -> np.ndarray:
-    parts = np.split(rows, np.cumsum(widths)[:-1])
-    parts = [part.reshape(groups, -1, rows.shape[1]) for part in parts]
-    return np.concatenate(parts, 1).reshape(rows.shape)
+    return _weights.grouped(rows, (keys, keys, values, values), layer.key_heads)
 
 
 def _beta_decay(*names: str) -> _weights.Source:
     return _weights.linear(
         *names,
         widths=lambda layer: [layer.value_heads] * 2,
-        rows=lambda x, layer: _grouped(x, [layer.value_heads] * 2, layer.key_heads),
+        rows=lambda x, layer: _weights.grouped(x, [layer.value_heads] * 2, layer.key_heads),
     )
 
 

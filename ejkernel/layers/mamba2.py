@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -92,7 +93,7 @@ class Mamba2(RecurrentLayer):
         self.norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
         self.multipliers = _checked_multipliers(multipliers)
         features, states = heads * head_dim, groups * state_dim
-        # side by side: the output gate, the convolution's channels (values, keys, queries), the time steps
+        # side by side for each group: the output gate, the convolution's channels (value, key, query), the time steps
         self.into = init.column_parallel(width, 2 * features + 2 * states + heads, bias=bias)
         self.convolution = ShortConvolution(convolution, (features, states, states), init, bias=convolution_bias)
         self.A_log = init.param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
@@ -102,9 +103,10 @@ class Mamba2(RecurrentLayer):
         self.out = init.row_parallel(features, width, bias=out_bias)
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
-        features, states = self.heads * self.head_dim, self.groups * self.state_dim
-        gate, value, others = parts(self.into, x, (features, features, 2 * states + self.heads))
-        split = [gate, value, *jnp.split(others, [states, 2 * states], -1)]
+        features, _, states, _, steps = self._widths()
+        gate, value, others = parts(self.into, x, (features, features, 2 * states + steps), self.groups)
+        apart = jnp.split(split_heads(others, self.groups), [states, 2 * states], -1)
+        split = [gate, value, *map(merge_heads, apart)]
         if self.multipliers is not None:
             split = [each * factor for each, factor in zip(split, self.multipliers, strict=True)]
         output_gate, *mixed, step = split
@@ -123,19 +125,25 @@ class Mamba2(RecurrentLayer):
         )
         return self._normed(output, output_gate, value), RecurrentState(memory, recent)
 
+    def _widths(self) -> tuple[int, int, int, int, int]:
+        """Of a group's part of the projection: output gate, value, key, query and time steps."""
+        features = self.heads * self.head_dim // self.groups
+        return features, features, self.state_dim, self.state_dim, self.heads // self.groups
+
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
         if self.multipliers is not None:
             return self._mix(x, state, Sequences())
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
         gate_last = self.norm is not None and self.norm_before_gate
-        projected = self.into(x)
-        output_gate = Heads(projected, self.head_dim, 1, 0, self.heads)
+        projected, groups = self.into(x), self.groups
+        _, value, key, query, step = np.cumsum([0, *self._widths()[:-1]]).tolist()
+        output_gate = Heads(projected, self.head_dim, groups, 0, self.heads)
         found = _one_token.run(
             state,
-            Heads(projected, self.state_dim, 1, 2 * features + states, self.groups),
-            Heads(projected, self.state_dim, 1, 2 * features, self.groups),
-            Heads(projected, self.head_dim, 1, features, self.heads),
-            Heads(projected, 1, 1, 2 * features + 2 * states, self.heads),
+            Heads(projected, self.state_dim, groups, query, groups),
+            Heads(projected, self.state_dim, groups, key, groups),
+            Heads(projected, self.head_dim, groups, value, self.heads),
+            Heads(projected, 1, groups, step, self.heads),
             decay="softplus",
             rate=self.A_log[...],
             bias=self.dt_bias[...],
@@ -151,7 +159,8 @@ class Mamba2(RecurrentLayer):
         if self.norm is not None:
             output = self.norm(output, self.norm_groups)
         if gate_last:
-            output = output * jax.nn.silu(wide(projected[..., :features]))
+            gate = merge_heads(split_heads(projected, groups)[..., :value])
+            output = output * jax.nn.silu(wide(gate))
         return output, RecurrentState(found.memory, found.recent)
 
     def _normed(self, output: jax.Array, gate: jax.Array, value: jax.Array) -> jax.Array:
@@ -173,8 +182,15 @@ class Mamba2(RecurrentLayer):
         return _weights.load(cls, arguments, options, weights, prefix, {"transformers' Mamba2Mixer": _SOURCES})
 
 
+def _by_group(rows: np.ndarray, layer: Mamba2) -> np.ndarray:
+    """Rows of all gates, values, keys, queries and time steps, put side by side for each group."""
+    return _weights.grouped(rows, [layer.groups * each for each in layer._widths()], layer.groups)
+
+
 _SOURCES = {
-    **_weights.linears(into="in_proj", out="out_proj"),
+    **_weights.linears(out="out_proj"),
+    "into.kernel": _weights.linear("in_proj", rows=_by_group),
+    "into.bias": _weights.Source(["in_proj.bias"], convert=_by_group),
     **_weights.copies({"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "norm.scale": "norm.weight"}),
     **_weights.copies({"convolution.bias": "conv1d.bias"}),
     "convolution.kernel": _weights.convolution("conv1d"),
