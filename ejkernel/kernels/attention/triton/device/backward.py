@@ -24,6 +24,7 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     rows_of_pairs,
     sees,
     stretch,
+    visit_queries,
     walked,
     with_id,
 )
@@ -129,28 +130,7 @@ def query_gradient(p, CALL: tl.constexpr):
     With sinks also the means of its rows once more: the output was rounded, and what sinks get is a sum over all rows
     in which little else is left.
     """
-    H: tl.constexpr = CALL.heads
-    BM: tl.constexpr = CALL.rows
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = block_of(i_program, H, CALL.right)
-    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
-    place = (i_b, i_first, q_at, k_at, lowest, highest)
-    if i_first >= n_q:
-        return
-    o_m = tl.arange(0, BM)
-    m_i = i_first + o_m < n_q
-    i_last = tl.minimum(i_first + BM, n_q) - 1
-    sight = in_sight(i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right)
-    if CALL.ids:
-        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
-        i_id, n_left = next_id(b_ids, m_i, -2)
-        while n_left > 0:
-            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
-            query_gradient_rows(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
-            i_id, n_left = next_id(b_ids, m_i, i_id)
-    else:
-        query_gradient_rows(p, i_h, place, m_i, sight, 0, CALL)
+    visit_queries(p, query_gradient_rows, CALL)
 
 
 @triton.jit

@@ -8,20 +8,16 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     LOG2E,
     at_edge,
     bend,
-    block_of,
-    in_sight,
     kept,
     load_bias,
     load_ids,
     load_mask,
     load_rows,
-    locate,
-    next_id,
     rows_of_pairs,
     sees,
     stretch,
+    visit_queries,
     walked,
-    with_id,
 )
 
 
@@ -116,28 +112,7 @@ def forward(p, CALL: tl.constexpr):
 
     Queries of several sequences are walked for one after the other, so that none meets what is not its own.
     """
-    H: tl.constexpr = CALL.heads
-    BM: tl.constexpr = CALL.rows
-    i_program = tl.program_id(0)
-    i_h = i_program % H
-    i_block = block_of(i_program, H, CALL.right)
-    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
-    place = (i_b, i_first, q_at, k_at, lowest, highest)
-    if i_first >= n_q:
-        return
-    o_m = tl.arange(0, BM)
-    m_i = i_first + o_m < n_q
-    i_last = tl.minimum(i_first + BM, n_q) - 1
-    sight = in_sight(i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right)
-    if CALL.ids:
-        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
-        i_id, n_left = next_id(b_ids, m_i, -2)
-        while n_left > 0:
-            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
-            forward_rows(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
-            i_id, n_left = next_id(b_ids, m_i, i_id)
-    else:
-        forward_rows(p, i_h, place, m_i, sight, 0, CALL)
+    visit_queries(p, forward_rows, CALL)
 
 
 @triton.jit

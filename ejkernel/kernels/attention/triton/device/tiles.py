@@ -341,3 +341,34 @@ def four_rounds(x_0, x_1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: 
     x_0 = x_0 + x_1
     x_1 = rotated(x_1, D) ^ x_0
     return x_0, x_1
+
+
+@triton.jit
+def visit_queries(p, VISIT: tl.constexpr, CALL: tl.constexpr):
+    """Calls `VISIT(p, i_h, place, m_i, sight, i_id, CALL)` for a program's block of queries of one head.
+
+    The longest walks begin first. Queries of several ids are visited one id after the other, so that none meets what is
+    not its own; `m_i` are those rows of the block that have the id `i_id`, or all.
+    """
+    H: tl.constexpr = CALL.heads
+    BM: tl.constexpr = CALL.rows
+    i_program = tl.program_id(0)
+    i_h = i_program % H
+    i_block = block_of(i_program, H, CALL.right)
+    i_b, i_first, q_at, n_q, k_at, n_k, lowest, highest = locate(i_block, p, BM, False, CALL)
+    place = (i_b, i_first, q_at, k_at, lowest, highest)
+    if i_first >= n_q:
+        return
+    o_m = tl.arange(0, BM)
+    m_i = i_first + o_m < n_q
+    i_last = tl.minimum(i_first + BM, n_q) - 1
+    sight = in_sight(i_first, i_last, n_k, lowest, highest, CALL.columns, CALL.left, CALL.right)
+    if CALL.ids:
+        b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
+        i_id, n_left = next_id(b_ids, m_i, -2)
+        while n_left > 0:
+            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
+            VISIT(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
+            i_id, n_left = next_id(b_ids, m_i, i_id)
+    else:
+        VISIT(p, i_h, place, m_i, sight, 0, CALL)
