@@ -35,6 +35,8 @@ class Call(Protocol):
     def dims(self) -> dict[str, str]:
         """The dimensions of its arrays by name, a letter each: `B` for rows and `H` for heads, whatever their number.
 
+        The first array is the query; its tokens are `T` or `S`.
+
         Ops without heads have `H` for channels that are computed each by itself. `*` alone is the two words of a random
         key, to which a device's part has its place added, see `Split.own`.
         """

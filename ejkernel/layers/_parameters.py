@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -90,13 +90,13 @@ class Projection(nnx.Linear):
 
 @jax.custom_jvp
 def _unjoined(arrays: Any) -> Any:
-    """The same arrays, of which XLA does not see that others have them too; of their gradients it does."""
+    """A barrier around arrays for XLA's optimisations, but none around their gradients."""
     return jax.lax.optimization_barrier(arrays)
 
 
 @_unjoined.defjvp
 def _unjoined_jvp(primals: Any, tangents: Any) -> Any:
-    # so that gradients are added up before the sum over devices, which is one then
+    # gradients of the same array are added up first, so that devices sum them once
     return _unjoined(*primals), tangents[0]
 
 
@@ -201,11 +201,6 @@ def wide(x: jax.Array) -> jax.Array:
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, whose gradient computes it again from its arguments: these are half as large as what it computes."""
-    return jax.checkpoint(function)
 
 
 def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:

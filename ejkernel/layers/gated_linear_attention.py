@@ -12,7 +12,7 @@ from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import ParamInit, apart, recomputed, repeated, side_by_side, split_heads, wide
+from ejkernel.layers._parameters import ParamInit, apart, repeated, side_by_side, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentState
 from ejkernel.layers._time_steps import shortest_and_longest
 from ejkernel.layers._tokens import Sequences
@@ -123,7 +123,8 @@ class GatedLinearAttention(GatedOutputLayer):
         return found.output, RecurrentState(found.memory, found.recent)
 
     def _log_decay(self, x: jax.Array) -> jax.Array:
-        return recomputed(lambda x: jax.nn.log_sigmoid(wide(x)) / self.gate_normalizer)(x)
+        # computed again for its gradient: the logits are half as large as what is made of them
+        return jax.checkpoint(lambda x: jax.nn.log_sigmoid(wide(x)) / self.gate_normalizer)(x)
 
     @classmethod
     def from_fla(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:

@@ -17,7 +17,6 @@ from ejkernel.layers._parameters import (
     ParamInit,
     apart,
     group_count,
-    recomputed,
     side_by_side,
     split_heads,
     together,
@@ -170,7 +169,8 @@ class KimiDeltaAttention(RecurrentLayer):
         """One a key dim, `[..., T, value_heads, head_dim]`."""
         A_log, bias = self.A_log[...][:, None], self.dt_bias[...].reshape(self.value_heads, self.head_dim)
 
-        @recomputed
+        # computed again for its gradient: the logits are half as large as what is made of them
+        @jax.checkpoint
         def decay(gate: jax.Array, A_log: jax.Array, bias: jax.Array) -> jax.Array:
             if self.lower_bound is not None:
                 return bounded_log_decay(A_log, gate, bias, self.lower_bound)
