@@ -12,11 +12,11 @@ from jax.typing import DTypeLike
 from ejkernel import _checks, _sharding
 from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
-from ejkernel.layers._models import Published
+from ejkernel.layers._cached import CachedAttention
 from ejkernel.layers._parameters import ParamInit, merge_heads, split_heads, wide
 from ejkernel.layers._rotary import rotary
-from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
-from ejkernel.layers._tokens import Sequences, layer_input, positions, stored, without_padding
+from ejkernel.layers._serving import RaggedBatch, attended_whole, checked_pages
+from ejkernel.layers._tokens import Sequences, positions, stored
 from ejkernel.paged_attention import PagedCache, paged_attention
 
 OutputGate = Literal["head", "dim"]
@@ -38,12 +38,13 @@ class LatentCache(NamedTuple):
         return self.latent.shape[1]
 
 
-class MultiHeadLatentAttention(Published):
+class MultiHeadLatentAttention(CachedAttention):
     """Causal softmax attention whose keys and values are projected from one latent a token, which is all that is kept.
 
     A head's key is `key_dim` of its own from the latent and `rotary_dim` that all heads share, which are rotated.
-    Training and prompts make the keys and values; one token at a time is compared with the latents themselves, the
-    projections of keys and values being applied to the query and to the output.
+    Training and prompts make the keys and values. A single token is compared with the latents themselves: the
+    projections of keys and values are applied to the query and to the output. So are all tokens of a `RaggedBatch`,
+    unless it says that they are whole prompts.
 
     Args:
         width: Last dim of the input and the output.
@@ -76,6 +77,9 @@ class MultiHeadLatentAttention(Published):
         >>> output.shape, cache.latent.shape, cache.position.tolist()
         ((2, 1, 64), (2, 32, 32), [11, 11])
     """
+
+    cache_type = LatentCache
+    patterns = ("latent",)
 
     def __init__(
         self,
@@ -135,69 +139,22 @@ class MultiHeadLatentAttention(Published):
         self.output_gate = None if gates is None else init.column_parallel(width, gates)
         self.out = init.row_parallel(heads * value_dim, width, bias=bias)
 
-    def empty_cache(
-        self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
-    ) -> Any:
-        """Room for `capacity` tokens of each of `batch` sequences, a `LatentCache`; or pages, for serving.
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"latent": self.latent_dim + self.rotary_dim}
 
-        Args:
-            batch: How many sequences, or `ServingLimits`, which say how many pages the `PagedCache` has; it has no
-                values, as those are made from the latents.
-            capacity: Tokens of each; not given beside `ServingLimits`.
-            dtype: Of latents; `None` is the layer's `dtype` or else float32.
-        """
-        if dtype is None:
-            dtype = jnp.float32 if self.dtype is None else self.dtype
-        dtype, rows = _checks.floating_dtype("dtype", dtype), rows_of_cache(batch, capacity, None)
-        dims = self.latent_dim + self.rotary_dim
-        if capacity is None:
-            return PagedCache(jnp.zeros((*rows, 1, dims), dtype), None)
-        return LatentCache(jnp.zeros((*rows, dims), dtype), jnp.zeros(rows[0], jnp.int32))
+    def _empty_pages(self, rows: tuple[int, int], dtype: DTypeLike) -> PagedCache:
+        # without values, which are made from the latents
+        return PagedCache(jnp.zeros((*rows, 1, self.latent_dim + self.rotary_dim), dtype), None)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: LatentCache | PagedCache | None = None,
-        cu_seqlens: _checks.Borders | RaggedBatch | None = None,
-        *,
-        segment_ids: _checks.AnyArray | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
+    def _attend_without_cache(self, x: jax.Array, sequences: Sequences) -> jax.Array:
+        query, latent = self._projected(x, positions(x, None, sequences))
+        return self._finish(x, self._attend(query, *self._key_value(latent), **sequences.keywords))
 
-        Args:
-            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
-                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
-                padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is `[T, width]` and the
-                cache a `PagedCache` then. All its tokens are compared with the latents themselves, as single ones are,
-                unless the batch says that they are whole prompts.
-            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
-                excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
-                id begins. A negative id is padding: output 0, no gradient, no effect.
-        """
-        dims = _checks.Dims(width=self.width, latent=self.latent_dim + self.rotary_dim)
-        x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
-        if batch is not None:
-            return self._serve(dims, x, sequences, cache, batch)
-        if cache is None:
-            query, latent = self._projected(x, positions(x, None, sequences))
-            key, value = self._key_value(latent)
-            output = self._attend(query, key, value, **sequences.keywords)
-            return without_padding(self._finish(x, output), sequences), None
-        if together := next((name for name, each in sequences.keywords.items() if each is not None), None):
-            _checks.fail("cache", f"one together with {together}", "one of them")
-        if not isinstance(cache, LatentCache):
-            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
-        cache = LatentCache(
-            _checks.carried(dims, "cache.latent", cache.latent, "capacity latent"),
-            _checks.position(dims, "cache.position", cache.position),
-        )
-        if x.shape[1] > cache.capacity:
-            _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
-        at = positions(x, cache.position, sequences)  # [B, T]
+    def _extend(
+        self, x: jax.Array, cache: LatentCache, at: jax.Array, fits: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
         query, latent = self._projected(x, at)
-        fits = (at >= 0) & (at < cache.capacity)
         latents = stored(cache.latent, latent, at, fits)
         if x.shape[1] == 1:
             output = self._attend_to_latents(query, latents, cache.position)
@@ -205,9 +162,7 @@ class MultiHeadLatentAttention(Published):
             key, value = self._key_value(latents.astype(x.dtype))
             # causality, counted from the first query's position, also hides the empty rest of the cache
             output = self._attend(query, key, value, query_offset=cache.position)
-        output = self._finish(x, output)
-        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
-        return output, LatentCache(latents, cache.position + x.shape[1])
+        return self._finish(x, output), (latents,)
 
     def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries `[…, T, H, key_dim + rotary_dim]`, and what is kept of each token, both rotated."""
@@ -250,7 +205,7 @@ class MultiHeadLatentAttention(Published):
             options: dict[str, Any] = {"value_dim": self.latent_dim, "softmax_scale": self.softmax_scale}
             latents, cache = paged_attention(self._absorbed(query), latent[:, None], None, cache, *where, **options)
             output = self._values(latents)
-        return without_padding(self._finish(x, output), sequences), cache
+        return self._finish(x, output), cache
 
     def _absorbed(self, query: jax.Array) -> jax.Array:
         """Queries that are compared with latents, `[…, T, H, latent_dim + rotary_dim]`."""

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from ejkernel import _checks
 from ejkernel.attention import flash_attention
 from ejkernel.layers import _one_token, _weights
-from ejkernel.layers._models import Published
+from ejkernel.layers._cached import CachedAttention
 from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import (
     ParamInit,
@@ -25,8 +25,8 @@ from ejkernel.layers._parameters import (
     wide,
 )
 from ejkernel.layers._rotary import rotary
-from ejkernel.layers._serving import RaggedBatch, ServingLimits, attended_whole, checked_pages, rows_of_cache
-from ejkernel.layers._tokens import Sequences, layer_input, positions, stored, without_padding
+from ejkernel.layers._serving import RaggedBatch, attended_whole, checked_pages
+from ejkernel.layers._tokens import Sequences, positions, stored
 from ejkernel.paged_attention import PagedCache, paged_attention
 
 
@@ -48,7 +48,7 @@ class KeyValueCache(NamedTuple):
         return self.key.shape[1]
 
 
-class MultiHeadAttention(Published):
+class MultiHeadAttention(CachedAttention):
     """Causal softmax attention with rotary positions, optionally with fewer key/value heads, a window, sinks and more.
 
     Its options make it the attention of Llama, Gemma 2 to 4, gpt-oss, Qwen3, Qwen3-Next, Qwen3.5 and others; their
@@ -89,6 +89,9 @@ class MultiHeadAttention(Published):
         >>> output.shape, cache.position.tolist()
         ((2, 1, 64), [11, 11])
     """
+
+    cache_type = KeyValueCache
+    patterns = ("Hkv K", "Hkv K")
 
     def __init__(
         self,
@@ -148,76 +151,24 @@ class MultiHeadAttention(Published):
         self.value_norm, self.epsilon = _checks.flag("value_norm", value_norm), _checks.positive("epsilon", epsilon)
         self.sinks = init.param(jnp.zeros(heads)) if _checks.flag("sinks", sinks) else None
 
-    def empty_cache(
-        self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
-    ) -> Any:
-        """Room for `capacity` tokens of each of `batch` sequences, a `KeyValueCache`; or pages, for serving.
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"Hkv": self.kv_heads, "K": self.head_dim}
 
-        Args:
-            batch: How many sequences, or `ServingLimits`, which say how many pages the `PagedCache` has.
-            capacity: Tokens of each; not given beside `ServingLimits`.
-            dtype: Of keys and values; `None` is the layer's `dtype` or else float32.
-        """
-        if dtype is None:
-            dtype = jnp.float32 if self.dtype is None else self.dtype
-        dtype, rows = _checks.floating_dtype("dtype", dtype), rows_of_cache(batch, capacity, self.window)
+    def _empty_pages(self, rows: tuple[int, int], dtype: DTypeLike) -> PagedCache:
         shape = (*rows, self.kv_heads, self.head_dim)
-        made = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        return PagedCache(*made) if capacity is None else KeyValueCache(*made, jnp.zeros(rows[0], jnp.int32))
+        return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: KeyValueCache | PagedCache | None = None,
-        cu_seqlens: _checks.Borders | RaggedBatch | None = None,
-        *,
-        segment_ids: _checks.AnyArray | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
-
-        Args:
-            x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
-                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
-                padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is `[T, width]` and the
-                cache a `PagedCache` then.
-            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
-                excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
-                id begins. A negative id is padding: output 0, no gradient, no effect.
-        """
-        dims = _checks.Dims(width=self.width, Hkv=self.kv_heads, K=self.head_dim)
-        x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
-        if batch is not None:
-            return self._serve(dims, x, sequences, cache, batch)
-        if cache is None:
-            query, key, value, gate = self._projected(x, positions(x, None, sequences))
-            output = flash_attention(query, key, value, causal=True, **sequences.keywords, **self._options())
-            return without_padding(self._finish(output, gate), sequences), None
-        if together := next((name for name, each in sequences.keywords.items() if each is not None), None):
-            _checks.fail("cache", f"one together with {together}", "one of them")
-        if not isinstance(cache, KeyValueCache):
-            raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
-        cache = KeyValueCache(
-            _checks.carried(dims, "cache.key", cache.key, "capacity Hkv K"),
-            _checks.carried(dims, "cache.value", cache.value, "capacity Hkv K"),
-            _checks.position(dims, "cache.position", cache.position),
-        )
-        if x.shape[1] > cache.capacity:
-            _checks.fail("x", f"{x.shape[1]} tokens", f"at most the {cache.capacity} that the cache has room for")
-        at = positions(x, cache.position, sequences)  # [B, T]
-        fits = (at >= 0) & (at < cache.capacity)
-        if _one_token.applies(x, sequences):
-            output, (keys, values) = _one_token.in_two_rows(self._decode, x, cache)
-        else:
-            output, (keys, values) = self._extend(x, cache, at, fits)
-        output = jnp.where(fits[..., None], output, jnp.asarray(jnp.nan, output.dtype))
-        return output, KeyValueCache(keys, values, cache.position + x.shape[1])
+    def _attend_without_cache(self, x: jax.Array, sequences: Sequences) -> jax.Array:
+        query, key, value, gate = self._projected(x, positions(x, None, sequences))
+        output = flash_attention(query, key, value, causal=True, **sequences.keywords, **self._options())
+        return self._finish(output, gate)
 
     def _extend(
         self, x: jax.Array, cache: KeyValueCache, at: jax.Array, fits: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The output, and the cache's keys and values with those of these tokens."""
+        if _one_token.applies(x, Sequences()):
+            return _one_token.in_two_rows(self._decode, x, cache)
         query, key, value, gate = self._projected(x, at)
         keys, values = stored(cache.key, key, at, fits), stored(cache.value, value, at, fits)
         # causality, counted from the first query's position, also hides the empty rest of the cache
@@ -262,7 +213,7 @@ class MultiHeadAttention(Published):
         else:
             where = batch.pages(self.window), lengths, batch.cu_seqlens
             output, cache = paged_attention(query, key, value, cache, *where, **options)
-        return without_padding(self._finish(output, gate), sequences), cache
+        return self._finish(output, gate), cache
 
     def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         query, gate = split_heads(self.query(x), self.heads), None
