@@ -51,6 +51,10 @@ class Launcher:
             return self.call.tokens // length + self.call.sequences + 1
         return self.call.batch * cdiv(self.call.tokens, length)
 
+    def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of every token and head."""
+        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
+
     def states(self) -> jax.ShapeDtypeStruct:
         """States of every sequence and head."""
         return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)

@@ -19,7 +19,7 @@ from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("decays", "folding", "gradients", "key_gates", "key_gradients", "segments", "step", "system", "walk")
+_NAMES = ("decays", "folding", "gradients", "key_gates", "key_gradients", "segments", "system", "walk")
 DEVICE = {name: f"ejkernel.kernels.delta_rule.triton.device.{name}" for name in _NAMES}
 
 # A time segment has at least so many.
@@ -146,10 +146,6 @@ class Launcher(launching.Launcher):
     def heads_a_program(self) -> int:
         """Of a chunk, one after the other, in a kernel that has nothing else to walk along."""
         return next(number for number in (self.config.heads, 4, 2, 1) if self.call.heads % number == 0)
-
-    def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Of every token and head."""
-        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
 
     def by_parts(self) -> dict[str, Any]:
         """How the kernels of gradients are launched, over chunks, by blocks of value dims whose parts are added up."""

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.chunks.first_gates import entering_states
-from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
+from ejkernel.kernels.chunks.triton.launching import has_few_tokens
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.chunks.triton.pools import Slots
+from ejkernel.kernels.chunks.triton.step import step
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
@@ -289,25 +290,4 @@ def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tup
 
 
 def _step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
-    call, tile, state = launcher.call, launcher.config.step, x.initial_state
-    block = min(tile.rows, padded(call.value_dim))
-    return launcher.launch(
-        device("step").step,
-        {
-            **{"query": x.query, "key": x.key, "value": x.value, "beta": x.beta, "gate": x.log_decay, "start": state},
-            "ids": launcher.packing.ids,
-            **({} if slots is None else slots.inputs()),
-        },
-        {
-            "output": launcher.rows(call.value_dim, call.dtype),
-            **({"final": launcher.states()} if slots is None else slots.outputs()),
-        },
-        # packed streams have one more sequence: the padding behind the last
-        programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
-        tile=tile,
-        in_place=slots.in_place() if slots else {"final": state} if state is not None and state.dtype == F32 else None,
-        key_block=padded(call.key_dim),
-        value_block=block,
-        start=state is not None,
-        pooled=slots is not None,
-    )
+    return step(launcher, x, slots, block=launcher.config.step.rows, beta=x.beta)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import shape
 from ejkernel.kernels.chunks.triton import launching
 from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.chunks.triton.packing import Packing
@@ -15,7 +14,7 @@ from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("across_heads", "head_gates", "key_gates", "row_dots", "segments", "step", "strong_key_gates", "walk")
+_NAMES = ("across_heads", "head_gates", "key_gates", "row_dots", "segments", "strong_key_gates", "walk")
 DEVICE = {name: f"ejkernel.kernels.linear_recurrence.triton.device.{name}" for name in _NAMES}
 
 
@@ -89,7 +88,6 @@ class Constants:
     parts: int = 1  # in which an array comes, to be added up
     met_parts: int = 1
     decays: int = 1  # of a time segment: one, or one a dim
-    value_decay: bool = False
     reverse: bool = False
     start: bool = False  # there is a state to start from
     pooled: bool = False  # states are slots of a pool
@@ -138,7 +136,3 @@ class Launcher(launching.Launcher):
         fits = self.constants.whole or self.constants.listed
         timed = self.hopper and fits and call.key_dim == 128 and call.value_dim in (64, 128)
         return timed and call.dtype == jnp.bfloat16 and self.config.head_gate_gradient is not None
-
-    def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Of every token and head."""
-        return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._launch import padded
+from ejkernel.kernels.chunks.triton import step as token_by_token
 from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
 from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.chunks.triton.pools import Slots
@@ -20,10 +21,9 @@ from ejkernel.kernels.linear_recurrence.triton.gates import (
     head_gate_gradient,
     unfold_key_gates,
 )
-from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
+from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.walks import Segments, scan, segments, starts, walk
-from ejkernel.xla_utils.utils import cdiv
 
 
 class Prepared(NamedTuple):
@@ -214,30 +214,6 @@ def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tup
 
 def step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
     """Output and final states, or the pool that has them, one token after the other."""
-    call, tile, state = launcher.call, launcher.config.step, x.initial_state
     # as much of a state as the registers hold
-    block = min(tile.rows, padded(call.value_dim), 16384 // padded(call.key_dim))
-    return launcher.launch(
-        device("step").step,
-        {
-            **{"query": x.query, "key": x.key, "value": x.value, "start": state},
-            **{"gate": x.log_decay, "value_gate": x.value_log_decay, "ids": launcher.packing.ids},
-            **({} if slots is None else slots.inputs()),
-        },
-        {
-            "output": launcher.rows(call.value_dim, call.dtype),
-            **({"final": launcher.states()} if slots is None else slots.outputs()),
-        },
-        # packed streams have one more sequence: the padding behind the last
-        programs=(call.sequences + call.packed) * call.heads * cdiv(call.value_dim, block),
-        tile=tile,
-        in_place=slots.in_place() if slots else {"final": state} if state is not None and state.dtype == F32 else None,
-        query_heads=x.query.shape[2],
-        key_heads=x.key.shape[2],
-        value_heads=x.value.shape[2],
-        key_block=padded(call.key_dim),
-        value_block=block,
-        value_decay=x.value_log_decay is not None,
-        start=state is not None,
-        pooled=slots is not None,
-    )
+    block = min(launcher.config.step.rows, 16384 // padded(launcher.call.key_dim))
+    return token_by_token.step(launcher, x, slots, block=block, value_gate=x.value_log_decay)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
 from ejkernel.kernels.chunks.triton.device.places import token_of
 from ejkernel.kernels.chunks.triton.device.slots import read_slot, write_slots
 from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_id, load_token, locate_sequence
@@ -10,12 +11,15 @@ from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_id, lo
 
 @triton.jit
 def step(p, CALL: tl.constexpr):
-    """Token by token: the state is read once, decayed, corrected and queried, and written once."""
-    BK: tl.constexpr = CALL.key_block
-    BV: tl.constexpr = CALL.value_block
+    """Token by token, for calls of a few tokens a sequence: the state is read once and written once.
+
+    With `beta` a token corrects what its key recalls (the delta rule); without, its value is added.
+    """
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
+    BK: tl.constexpr = CALL.key_block
+    BV: tl.constexpr = CALL.value_block
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0)
     i_h = (i_program // NV) % H
@@ -34,27 +38,38 @@ def step(p, CALL: tl.constexpr):
     if CALL.pooled:
         b_state = read_slot(p, i_n, i_h, o_head, m_state, CALL)
         n_next = write_slots(p, b_state, i_n, i_h, 0, o_head, m_state, CALL)
+    if CALL.decay == "constant":
+        b_gate = tl.load(p.gate + i_n.to(tl.int64) * H + i_h, mask=is_real, other=0.0).to(tl.float32)
     i_before = -1
     is_begun = i_n < 0
     for i_row in range(0, n_rows):
         i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_here = i_token * H + i_h
         m_gate = m_k
+        m_value_gate = m_v
         if CALL.listed:
             i_before, is_real, is_cut = load_id(p, i_token, i_before, is_begun)
             is_begun = is_begun | is_real
             m_k = (o_k < K) & is_real
             m_v = (o_v < V) & is_real
             m_gate = m_k & (is_cut == 0)
+            m_value_gate = m_v & (is_cut == 0)
             b_state = tl.where(is_cut, 0.0, b_state)
             b_kept = b_state
         b_q = load_token(p.query, i_token, i_h, o_k, m_k, H, CALL.query_heads, K)
         b_k = load_token(p.key, i_token, i_h, o_k, m_k, H, CALL.key_heads, K)
         b_v = load_token(p.value, i_token, i_h, o_v, m_v, H, CALL.value_heads, V)
-        b_beta = tl.load(p.beta + i_here, mask=is_real, other=0.0).to(tl.float32)
+        if p.beta is not None:
+            b_beta = tl.load(p.beta + i_here, mask=is_real, other=0.0).to(tl.float32)
         b_state = fade_state(b_state, p, i_here, o_k, m_gate, is_real, CALL)
-        b_new = b_beta * (b_v - tl.sum(b_k[:, None] * b_state, 0))
-        b_state = b_state + b_k[:, None] * b_new[None, :]
+        if CALL.decay == "constant":
+            b_state = faded(b_state, b_gate * LOG2E)
+        if p.value_gate is not None:
+            b_faded = tl.load(p.value_gate + i_here * V + o_v, mask=m_value_gate, other=0.0).to(tl.float32)
+            b_state = faded(b_state, (b_faded * LOG2E)[None, :])
+        if p.beta is not None:
+            b_v = b_beta * (b_v - tl.sum(b_k[:, None] * b_state, 0))
+        b_state = b_state + b_k[:, None] * b_v[None, :]
         b_out = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
         if CALL.listed:
             b_state = tl.where(is_real, b_state, b_kept)
