@@ -78,6 +78,22 @@ def of_values(p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, STORE: tl.constex
 
 
 @triton.jit
+def load_ends(p, chunk, i_chunk, o_v, o_k, CALL: tl.constexpr):
+    """The state that a chunk begins with and the cotangent of the one that it leaves, some dims of both."""
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    o_state = o_v[:, None] * K + o_k[None, :]
+    m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
+    m_dstate = m_state
+    if CALL.listed:
+        m_dstate = m_state & leaves_state(chunk)
+        m_state = m_state & takes_state(chunk)
+    b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
+    b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_dstate, other=0.0)
+    return b_state, b_dstate
+
+
+@triton.jit
 def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
     """What `gradients` gives, of one chunk and head."""
     BK: tl.constexpr = CALL.key_block
@@ -140,14 +156,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
         if NK > 1:
             b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
             b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-        o_state = o_v[:, None] * K + o_k[None, :]
-        m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-        m_dstate = m_state
-        if CALL.listed:
-            m_dstate = m_state & leaves_state(chunk)
-            m_state = m_state & takes_state(chunk)
-        b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_dstate, other=0.0)
+        b_state, b_dstate = load_ends(p, chunk, i_chunk, o_v, o_k, CALL)
         b_qt = tl.trans(b_q)
         b_kt = tl.trans(b_k)
         b_dend = tl.dot(tl.trans(b_dstate), b_ut, input_precision=PRECISION)
@@ -187,15 +196,15 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
 
 
 @triton.jit
-def of_block(p, i_block, i_h, i_v, CALL: tl.constexpr):
-    """What `gradients` gives, of the chunks of one block and head."""
+def of_block(p, i_block, i_h, i_v, OF_CHUNK: tl.constexpr, CALL: tl.constexpr):
+    """Calls `OF_CHUNK` for the chunks of one block and head."""
     block = locate_block(i_block, p, CALL)
     if CALL.listed:
         # what is the same for all chunks would take registers, and the next one's rows shared memory
         for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
-            of_chunk(p, block, i_c, i_h, i_v, CALL)
+            OF_CHUNK(p, block, i_c, i_h, i_v, CALL)
     else:
-        of_chunk(p, block, block.i_c, i_h, i_v, CALL)
+        OF_CHUNK(p, block, block.i_c, i_h, i_v, CALL)
 
 
 @triton.jit
@@ -226,6 +235,6 @@ def gradients(p, CALL: tl.constexpr):
             if tl.sum(b_coincide, 0) > 0:
                 for i_h in range(0, H):
                     if tl.sum(tl.where(o_h == i_h, b_coincide, 0), 0) > 0:
-                        of_block(p, i_block, i_h, i_v, CALL)
+                        of_block(p, i_block, i_h, i_v, of_chunk, CALL)
     else:
-        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_chunk, CALL)

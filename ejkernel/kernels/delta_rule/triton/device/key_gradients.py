@@ -6,11 +6,9 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_bits, largest, scaled
 from ejkernel.kernels.chunks.triton.device.places import (
     after_first_gate,
-    leaves_state,
     load_columns,
     locate_block,
     rows_kept,
-    takes_state,
     visit,
     visit_of_block,
 )
@@ -21,7 +19,7 @@ from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     listed_coincide,
     rest_of,
 )
-from ejkernel.kernels.delta_rule.triton.device.gradients import of_values
+from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_block, of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
 from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
 
@@ -136,14 +134,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                     p_flag = p.flag + (i_flag if CALL.listed else i_chunk * NK) + i_k
                     tl.store(p_flag, (is_here == 0).to(tl.int32))
         if is_here:
-            o_state = o_v[:, None] * K + o_k[None, :]
-            m_state = (o_v[:, None] < V) & (o_k[None, :] < K)
-            m_dstate = m_state
-            if CALL.listed:
-                m_dstate = m_state & leaves_state(chunk)
-                m_state = m_state & takes_state(chunk)
-            b_state = tl.load(p.states + i_chunk * (K * V) + o_state, mask=m_state, other=0.0)
-            b_dstate = tl.load(p.d_states + i_chunk * (K * V) + o_state, mask=m_dstate, other=0.0)
+            b_state, b_dstate = load_ends(p, chunk, i_chunk, o_v, o_k, CALL)
             b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
             b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
             b_leaving = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 0)
@@ -221,18 +212,6 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
 
 
 @triton.jit
-def of_block(p, i_block, i_h, i_v, CALL: tl.constexpr):
-    """What `gradients_keyed` gives, of the chunks of one block and head."""
-    block = locate_block(i_block, p, CALL)
-    if CALL.listed:
-        # what is the same for all chunks would take registers, and the next one's rows shared memory
-        for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
-            of_chunk(p, block, i_c, i_h, i_v, CALL)
-    else:
-        of_chunk(p, block, block.i_c, i_h, i_v, CALL)
-
-
-@triton.jit
 def gradients_keyed(p, CALL: tl.constexpr):
     """dv of some value dims of a chunk, and their parts of dq, dk, dβ and the gates' gradient.
 
@@ -276,6 +255,6 @@ def gradients_keyed(p, CALL: tl.constexpr):
             if tl.sum(b_flag, 0) > 0:
                 for i_h in range(0, H):
                     if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
-                        of_block(p, i_block, i_h, i_v, CALL)
+                        of_block(p, i_block, i_h, i_v, of_chunk, CALL)
     else:
-        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_chunk, CALL)
