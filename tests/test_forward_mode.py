@@ -136,8 +136,11 @@ def compositions(f, arrays):
     """Derivatives of a loss that mix both modes, each beside one that reverse mode alone gives."""
     moved = jax.tree.map(jnp.asarray, directions(arrays))
 
+    def of_results(y):
+        return (y**2).sum() + y.sum() ** 2
+
     def loss(arrays):
-        return (f(**arrays) ** 2).sum() + f(**arrays).sum() ** 2
+        return of_results(f(**arrays))
 
     def along(gradient):
         return sum((gradient[name] * moved[name]).sum() for name in gradient)
@@ -156,7 +159,7 @@ def compositions(f, arrays):
     yield "linearize", jax.linearize(loss, arrays)[1](moved), slope
     yield "jvp of checkpoint", jax.jvp(jax.checkpoint(loss), (arrays,), (moved,))[1], slope
     yield "jvp of scan", jax.jvp(scanned, (arrays,), (moved,))[1], 2 * slope
-    of_mesh = jax.jvp(lambda x: (mapped(x) ** 2).sum() + mapped(x).sum() ** 2, (arrays,), (moved,))[1]
+    of_mesh = jax.jvp(lambda x: of_results(mapped(x)), (arrays,), (moved,))[1]
     yield "jvp of shard_map", of_mesh, slope
     of_rows = jax.vmap(lambda x, moved: jax.jvp(loss, (x,), (moved,))[1])(*stacked)
     yield "vmap of jvp", of_rows, jnp.stack([slope, slope])
