@@ -250,12 +250,12 @@ def segments():
     inside = np.zeros(IDS.shape, bool)
     inside[0, 5:18] = True  # over three devices, neither first nor last
 
-    def run(op, arrays, **options):
+    def compiled(op, **options):
         def loss(arrays):
             output, final = op(**arrays, **options, segment_ids=IDS)
             return jnp.sin(output).sum() + jnp.sin(final).sum(), (output, final)
 
-        return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+        return jax.jit(jax.grad(loss, has_aux=True))
 
     with jax.enable_x64(True):
         for name, more, reverse in (
@@ -263,9 +263,9 @@ def segments():
             ("recurrent", {"g_gamma": gates[0, 0, :, 0]}, True),
             ("kda", {"g": gates, "beta": beta}, False),
         ):
-            one, many = getattr(ejkernel, name), partial(getattr(parallel, name), axis_name="time", mesh=mesh)
-            expected = run(one, arrays | more, reverse=reverse)
-            found = run(many, arrays | more, reverse=reverse)
+            one = compiled(getattr(ejkernel, name), reverse=reverse)
+            many = compiled(getattr(parallel, name), reverse=reverse, axis_name="time", mesh=mesh)
+            expected, found = one(arrays | more), many(arrays | more)
             for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 assert_close(x, y, 1e-11, f"{name}, {reverse=}")
             for where in (inside, IDS < 0) if not reverse else ():
@@ -275,7 +275,7 @@ def segments():
                     else x
                     for each, x in (arrays | more).items()
                 }
-                dirty = run(many, spoilt, reverse=reverse)
+                dirty = many(spoilt)
                 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(dirty), strict=True):
                     x, y = ((z[~where] if z.shape[:2] == IDS.shape else z) for z in map(np.asarray, (x, y)))
                     np.testing.assert_array_equal(x, y)
