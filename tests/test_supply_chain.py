@@ -31,6 +31,7 @@ BY_NAME = {
     "kernels/attention/triton/launcher.py": ["DEVICE"],
     "kernels/chunks/triton/packing.py": ["LISTS"],
     "kernels/chunks/triton/pools.py": ["SLOTS"],
+    "kernels/chunks/triton/step.py": ["DEVICE"],
     "kernels/convolution/pallas/__init__.py": ["DEVICE"],
     "kernels/convolution/triton/__init__.py": ["DEVICE"],
     "kernels/delta_rule/triton/launcher.py": ["DEVICE"],
