@@ -41,6 +41,7 @@ class Case:
     def __str__(self):
         told = [self.op, self.gate, self.dtype]
         told += [name for name in ("reverse", "state", "value_gates") if getattr(self, name)]
+        told += [str(self.dim)] * (self.dim != 16)
         return "-".join(told)
 
 
@@ -109,9 +110,10 @@ def with_tokens(x, where, by):
 
 
 def check_leaks(case, arrays, ids, cotangents, clean, run=None):
-    """Neither what padding holds nor what another sequence does changes a bit."""
-    padding, inside = ids < 0, np.zeros(ids.shape, bool)
+    """Neither what padding holds nor what another sequence does changes a bit; `ids` are `IDS`, repeated or not."""
+    padding, inside = ids < 0, np.zeros(IDS.shape, bool)
     inside[INSIDE] = True
+    inside = np.repeat(inside, ids.shape[1] // IDS.shape[1], 1)
 
     def spoilt(x):
         return with_tokens(with_tokens(x, padding, jnp.nan), inside, case.poison)

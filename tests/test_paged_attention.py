@@ -25,6 +25,7 @@ class Case:
     dims: tuple[int, int] = (8, 8)
     padding: int = 0
     dtype: str = "float32"
+    cached: str | None = None  # the pages' dtype
     latent: bool = False
     options: dict = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ def arrays(case, spare=2):
     for x in (query, *new):
         x[T - case.padding :] = np.nan
     query, *new = (x.astype(jnp.float32).astype(case.dtype) for x in (query, *new))
-    cached = "float32" if case.dtype == "bfloat16" else case.dtype
+    cached = case.cached or ("float32" if case.dtype == "bfloat16" else case.dtype)
     stored = [x.astype(np.float32).astype(cached) for x in stored]
     pages = PagedCache(stored[0], None if case.latent else stored[1])
     borders = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)

@@ -7,6 +7,8 @@ import numpy as np
 import oracle
 from attention_cases import Case
 
+from ejkernel.attention import flash_attention
+
 GROUPED = {"heads": 4, "kv_heads": 2}
 PACKED = {"batch": 1, "queries": 70, "keys": 70}
 EVERYTHING = {"causal": True, "logits_soft_cap": 2.0, "softmax_scale": 0.7}
@@ -141,6 +143,35 @@ def options_of(case):
     """The options, with borders as arrays."""
     borders = {name: np.array(each, np.int32) for name, each in case.options.items() if name.startswith("cu_")}
     return {**case.options, **borders}
+
+
+def flash(case, **more):
+    return lambda **arrays: flash_attention(**arrays, **options_of(case), **{"dtype": None, **more})
+
+
+def directions(arrays, seed=3):
+    """Of each array that moves, a direction, by name."""
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=x.shape).astype(x.dtype) for name, x in arrays.items() if x.dtype != bool}
+
+
+def tangents(case, arrays, moved, **more):
+    """Output and log-sum-exp, and their tangents along `moved`, a direction of some of the arrays."""
+    fixed = {name: each for name, each in arrays.items() if name not in moved}
+    run = lambda moving: flash(case, return_lse=True, **more)(**moving, **fixed)  # noqa: E731
+    return jax.jvp(run, ({name: arrays[name] for name in moved},), (moved,))
+
+
+def differences(case, arrays, moved):
+    """The tangents of output and log-sum-exp along `moved`, from the oracle in float64."""
+    wide = {name: np.asarray(x, bool if x.dtype == bool else np.float64) for name, x in arrays.items()}
+    step = {name: 1e-6 * np.asarray(x, np.float64) for name, x in moved.items()}
+    above, below = (
+        expected(case)(**{name: x + sign * step[name] if name in step else x for name, x in wide.items()})
+        for sign in (1, -1)
+    )
+    with np.errstate(invalid="ignore"):  # of rows that see nothing
+        return [np.nan_to_num((a - b) / 2e-6) for a, b in zip(above, below, strict=True)]
 
 
 def with_gradients(function, arrays, cotangent):

@@ -1,4 +1,7 @@
-"""Runs the library's Triton kernels on the CPU, in Triton's interpreter, in place of `_launch.launch`."""
+"""Runs the library's Triton kernels on the CPU, in Triton's interpreter, in place of `_launch.launch`.
+
+Tests that say `pytestmark = MARKS` and run within `kernels()` run on an NVIDIA GPU instead, if there is one.
+"""
 
 import contextlib
 import dataclasses
@@ -12,6 +15,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -20,6 +24,16 @@ from ejkernel.kernels import _launch, _varying
 
 ROOT = Path(ejkernel.__file__).parent
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
+
+GPU = _launch.capability() is not None
+MARKS = [pytest.mark.gpu] if GPU else []
+
+
+@contextlib.contextmanager
+def kernels():
+    """Within this, Triton kernels run: on the GPU if there is one, else in the interpreter."""
+    with jax.default_matmul_precision("highest") if GPU else interpreted():
+        yield
 
 
 def device_modules():

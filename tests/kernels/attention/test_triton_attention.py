@@ -13,7 +13,19 @@ from attention_leaks import check_leaks, gradients_of, tensors
 from conftest import assert_close
 from jax.sharding import PartitionSpec
 from ring_of_one import on_a_ring, one_by_one
-from triton_attention_cases import FEW, GROUPED, LONG, exact, expected, options_of, with_gradients
+from triton_attention_cases import (
+    FEW,
+    GROUPED,
+    LONG,
+    differences,
+    directions,
+    exact,
+    expected,
+    flash,
+    options_of,
+    tangents,
+    with_gradients,
+)
 
 from ejkernel._dispatch import Implementation
 from ejkernel.attention import flash_attention
@@ -67,10 +79,6 @@ def interpreter(monkeypatch):
         yield
 
 
-def flash(case, **more):
-    return lambda **arrays: flash_attention(**arrays, **options_of(case), **{"dtype": None, **more})
-
-
 @pytest.mark.parametrize("case", [*LONG, *SHORT], ids=str)
 def test_matches_oracle(case):
     """Output, log-sum-exp and the gradients of both."""
@@ -82,31 +90,6 @@ def test_decoding(case, monkeypatch):
     """The keys in parts, and gradients from what the parts left."""
     monkeypatch.setattr(plan, "FEW_ROWS", 64)
     check(flash(case, return_lse=True), expected(case), case.arrays(np.float32), 3e-6, 2e-5)
-
-
-def directions(arrays, seed=3):
-    """Of each array that moves, a direction, by name."""
-    random = np.random.default_rng(seed)
-    return {name: random.normal(size=x.shape).astype(x.dtype) for name, x in arrays.items() if x.dtype != bool}
-
-
-def tangents(case, arrays, moved, **more):
-    """Output and log-sum-exp, and their tangents along `moved`, a direction of some of the arrays."""
-    fixed = {name: each for name, each in arrays.items() if name not in moved}
-    run = lambda moving: flash(case, return_lse=True, **more)(**moving, **fixed)  # noqa: E731
-    return jax.jvp(run, ({name: arrays[name] for name in moved},), (moved,))
-
-
-def differences(case, arrays, moved):
-    """The tangents of output and log-sum-exp along `moved`, from the oracle in float64."""
-    wide = {name: np.asarray(x, bool if x.dtype == bool else np.float64) for name, x in arrays.items()}
-    step = {name: 1e-6 * np.asarray(x, np.float64) for name, x in moved.items()}
-    above, below = (
-        expected(case)(**{name: x + sign * step[name] if name in step else x for name, x in wide.items()})
-        for sign in (1, -1)
-    )
-    with np.errstate(invalid="ignore"):  # of rows that see nothing
-        return [np.nan_to_num((a - b) / 2e-6) for a, b in zip(above, below, strict=True)]
 
 
 @pytest.mark.parametrize("case", [*LONG, *SHORT[::4], *FEW], ids=str)

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
-from triton_attention_cases import FEW, GROUPED, LONG, Case, exact, options_of, scaled
+from triton_attention_cases import (
+    FEW,
+    GROUPED,
+    LONG,
+    Case,
+    differences,
+    directions,
+    exact,
+    options_of,
+    scaled,
+    tangents,
+)
 
 from ejkernel import parallel
 from ejkernel.attention import flash_attention
@@ -85,6 +96,26 @@ def check_arrays(case, dtype, moving, fixed, cotangents):
 @pytest.mark.parametrize("case, key_dim, value_dim, dtype", EVERY, ids=lambda x: str(x))
 def test_matches_float64(case, key_dim, value_dim, dtype):
     check(case, key_dim, value_dim, dtype)
+
+
+MOVED = [
+    *((case, 128, "bfloat16") for case in (*LONG, FEW[0])),
+    *((case, dim, "bfloat16") for case in KINDS[:2] for dim in (64, 192, 256, 512)),
+    *((case, 128, "float16") for case in KINDS[:2]),
+    *((case, dim, "float32") for case in (KINDS[0], KINDS[-1]) for dim in (64, 128, 256)),
+]
+
+
+@pytest.mark.parametrize("case, dim, dtype", MOVED, ids=str)
+def test_tangents(case, dim, dtype):
+    case = scaled(case, 5, key_dim=dim, value_dim=dim)
+    arrays = case.arrays(jnp.dtype(dtype))
+    moved = directions(arrays)
+    run = jax.jit(lambda arrays, moved: tangents(case, arrays, moved, platform="triton"))
+    results, found = run(arrays, moved)
+    for actual, right in zip(found, differences(case, arrays, moved), strict=True):
+        known = np.isfinite(np.asarray(results[1], np.float32)) if actual.ndim == 3 else True
+        assert_close(np.where(known, actual, 0), np.where(known, right, 0), GRADIENTS[dtype])
 
 
 # Shapes of a mask and a bias, and the bias' dtype; of queries and keys, 1 or all.

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over pages, interpreted on the CPU, against the oracle."""
+"""The Triton kernels of attention over pages, against the oracle."""
 
 import functools
 import sys
@@ -11,17 +11,15 @@ from test_paged_attention import CASES, Case, arrays, options_of, wanted
 from test_serving import attention, follow_a_schedule
 
 from ejkernel._dispatch import Implementation
-from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.attention.paged import triton
 from ejkernel.paged_attention import paged_attention
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import GPU, MARKS, kernels
 
+pytestmark = MARKS
 # the smallest tiles that dots take, and few keys a range: each by a program of its own, or all by one
 APART = triton.Plan(Tile(16, 16), keys=64)
 TOGETHER = replace(APART, largest_sums=0)
@@ -38,7 +36,7 @@ def serve(monkeypatch):
     def by(plan):
         monkeypatch.setattr(sys.modules["ejkernel.paged_attention"], "PAGED_ATTENTION", implementations(plan))
 
-    with interpreted():
+    with kernels():
         yield by
 
 
@@ -48,13 +46,34 @@ NAMES = ["odd pages", "one token each", "window", "window, cap, sinks", "latent"
 @pytest.mark.parametrize("plan", [APART, TOGETHER], ids=["apart", "together"])
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers(serve, name, plan):
+    check(serve, CASES[name], plan, 3e-2 if "16" in name else 1e-5)
+
+
+def check(serve, case, plan, tolerance):
     serve(plan)
-    case = CASES[name]
     options, given = options_of(case), arrays(case)
     output, _ = paged_attention(*given, **options)
     exact, T = wanted(case, options, *given), len(given[0]) - case.padding
-    np.testing.assert_allclose(np.asarray(output, float)[:T], exact[:T], rtol=0, atol=3e-2 if "16" in name else 1e-5)
+    np.testing.assert_allclose(np.asarray(output, float)[:T], exact[:T], rtol=0, atol=tolerance)
     assert not np.asarray(output, float)[T:].any()
+
+
+MODELS = [
+    Case((0, 129, 2100, 37, 5), (140, 1, 3, 17, 0), page=64, heads=(8, 2), dims=(128, 128), padding=3),
+    Case((3000, 129), (1, 140), page=64, heads=(4, 4), dims=(64, 64), options={"sliding_window": 100}),
+    Case((0, 260), (20, 3), page=64, heads=(8, 1), dims=(256, 256), options={"logits_soft_cap": 30.0}),
+    Case((0, 1130), (9, 1), page=64, heads=(32, 1), dims=(576, 512), latent=True),
+    Case((0, 130), (9, 1), page=16, heads=(4, 2), dims=(192, 128), options={"softmax_aux": "H"}),
+]
+
+
+@pytest.mark.skipif(not GPU, reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: f"{case.dims[0]}")
+def test_dims_of_models(serve, case, dtype):
+    """By the tiles of this GPU, with pages of the dtype of the queries."""
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
+    check(serve, replace(case, dtype=dtype, cached=dtype), None, tolerance)
 
 
 def test_missing_pages_and_later_nan(serve):

@@ -1,4 +1,4 @@
-"""Pools of states on the Triton kernels of both recurrences, interpreted on the CPU."""
+"""Pools of states on the Triton kernels of both recurrences."""
 
 import functools
 
@@ -10,30 +10,28 @@ import pytest
 from test_pools import GATES, OPTIONS, H, K, V, pool, rng, tokens
 
 import ejkernel
-from ejkernel.kernels import _launch
 from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.delta_rule import triton as delta_rule
 from ejkernel.kernels.linear_recurrence import triton as linear_recurrence
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import MARKS, kernels
 
+pytestmark = MARKS
 DELTAS = ("delta_rule", "gated_delta_rule", "kda")
 
 
 @pytest.fixture
-def interpreter(monkeypatch):
+def served(monkeypatch):
     def dispatch(implementations, pooled, *arrays, platform=None):
         assert isinstance(pooled, PooledCall)
-        kernels = delta_rule if "beta" in pooled.dims() else linear_recurrence
-        assert kernels.supports_pooled(pooled) is None, kernels.supports_pooled(pooled)
-        return kernels.run_pooled(pooled, *arrays)
+        core = delta_rule if "beta" in pooled.dims() else linear_recurrence
+        assert core.supports_pooled(pooled) is None, core.supports_pooled(pooled)
+        return core.run_pooled(pooled, *arrays)
 
     monkeypatch.setattr("ejkernel._pools.dispatch", dispatch)
-    with interpreted():
+    with kernels():
         yield
 
 
@@ -51,7 +49,7 @@ CHANGED = [3, 1, 0, 2, 6, 4]
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_as_xla(name, interpreter, monkeypatch):
+def test_as_xla(name, served, monkeypatch):
     given, states = tokens(name, BORDERS[-1] + PADDING), pool()
     states[4] = np.nan  # nobody reads it
     arguments = given | {"cu_seqlens": BORDERS, "states": states, "reads": READS, "writes": WRITES, "at": AT}
@@ -66,7 +64,7 @@ def test_as_xla(name, interpreter, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["recurrent", "gated_delta_rule", "kda"])
-def test_rows_and_the_definition(name, interpreter):
+def test_rows_and_the_definition(name, served):
     """A batch, against the float64 loop; two sequences swap their slots."""
     given = {each: x.reshape(3, 7, *x.shape[1:]) for each, x in tokens(name, 21).items()}
     states, reads, writes = pool(), np.array([2, 0, 0]), np.array([0, 2, -1])
@@ -79,7 +77,7 @@ def test_rows_and_the_definition(name, interpreter):
 
 
 @pytest.mark.parametrize("name", ["recurrent", "retention", "gated_delta_rule", "kda"])
-def test_bits_do_not_depend_on_the_call(name, interpreter):
+def test_bits_do_not_depend_on_the_call(name, served):
     """One prompt whole, and in pieces of any length beside others, in other slots."""
     length = 23
     given = tokens(name, length)
@@ -101,7 +99,7 @@ def test_bits_do_not_depend_on_the_call(name, interpreter):
 
 
 @pytest.mark.parametrize("name", ["simple_gla", "delta_rule"])
-def test_one_token(name, interpreter):
+def test_one_token(name, served):
     """Of sequences that start from a slot which another writes, and that write the same one: any of them, whole."""
     given = {each: x[:, None] for each, x in tokens(name, 4).items()}
     states, reads = pool(), np.array([1, 2, 1, -1], np.int32)
@@ -118,7 +116,7 @@ def test_one_token(name, interpreter):
     np.testing.assert_array_equal(after[np.array([0, 4, 5, 6])], states[[0, 4, 5, 6]])
 
 
-def test_pools_of_bfloat16(interpreter):
+def test_pools_of_bfloat16(served):
     given, states = tokens("kda", 9), pool(dtype=jnp.bfloat16)
     slots = {"cu_seqlens": np.array([0, 9]), "reads": np.array([1]), "writes": np.array([2])}
     output, after = on_triton("kda", **given, states=states, **slots)
@@ -129,7 +127,7 @@ def test_pools_of_bfloat16(interpreter):
     np.testing.assert_array_equal(np.delete(after, 2, 0), np.delete(states, 2, 0))
 
 
-def test_half_precision(interpreter):
+def test_half_precision(served):
     given = {each: x.astype(jnp.bfloat16) for each, x in tokens("recurrent_gla", 9).items()}
     slots = {"cu_seqlens": np.array([0, 9]), "states": pool(), "reads": np.array([1]), "writes": np.array([2])}
     output, after = on_triton("recurrent_gla", **given, **slots)
@@ -140,7 +138,7 @@ def test_half_precision(interpreter):
     np.testing.assert_allclose(after[2], final[0], rtol=0, atol=2e-5)
 
 
-def test_mapped_calls(interpreter):
+def test_mapped_calls(served):
     given, states = tokens("gated_delta_rule", 6), rng.normal(size=(2, 4, H, K, V)).astype(np.float32)
     slots = {"reads": jnp.asarray([1, 2]), "writes": jnp.asarray([2, 0])}
 
@@ -154,7 +152,7 @@ def test_mapped_calls(interpreter):
         jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i], y), found, alone)
 
 
-def test_gates_that_overflow_and_reset(interpreter):
+def test_gates_that_overflow_and_reset(served):
     given = tokens("recurrent_gla", 6)
     given["g"][0], given["g"][3], given["g"][4] = 120.0, -np.inf, -1e4
     slots = {"cu_seqlens": np.array([0, 6]), "states": pool(), "reads": np.array([-1]), "writes": np.array([0])}

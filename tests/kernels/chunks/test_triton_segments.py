@@ -1,4 +1,4 @@
-"""Rows of several sequences (`segment_ids`) on the Triton kernels of both recurrences, interpreted on the CPU."""
+"""Rows of several sequences (`segment_ids`) on the Triton kernels of both recurrences."""
 
 import sys
 from dataclasses import replace
@@ -10,7 +10,6 @@ import pytest
 from segment_cases import IDS, Case, arrays_of, assert_matches, check_leaks, one_by_one, results, with_tokens
 
 import ejkernel
-from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.chunks.triton import packing
 from ejkernel.kernels.delta_rule import triton as delta_rule
@@ -20,11 +19,10 @@ from ejkernel.kernels.linear_recurrence import triton as linear_recurrence
 from ejkernel.kernels.linear_recurrence.triton import configs, launcher
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import GPU, MARKS, kernels
 
+pytestmark = MARKS
 TILE = Tile(16)
 LINEAR = configs.Config(
     chunk=16,
@@ -48,19 +46,20 @@ LONG = np.concatenate([np.arange(5), np.repeat([40, -1, 41], [93, 3, 43])])[None
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    def on(kernels):
+    def on(core):
         def dispatch(implementations, call, *arrays, platform=None):
-            assert kernels.supports(call) is None, kernels.supports(call)
-            return kernels.run(call, *arrays)
+            assert core.supports(call) is None, core.supports(call)
+            return core.run(call, *arrays)
 
         return dispatch
 
-    for module, kernels in (("linear_attention", linear_recurrence), ("delta_rule", delta_rule)):
-        monkeypatch.setattr(sys.modules[f"ejkernel.{module}"], "dispatch", on(kernels))
-    monkeypatch.setattr(configs, "configure", lambda *_: LINEAR)
-    monkeypatch.setattr(delta_rule_configs, "configure", lambda *_: DELTA)
-    monkeypatch.setattr(launcher.Launcher, "by_token", property(lambda self: self.call.dtype == jnp.bfloat16))
-    with interpreted():
+    for module, core in (("linear_attention", linear_recurrence), ("delta_rule", delta_rule)):
+        monkeypatch.setattr(sys.modules[f"ejkernel.{module}"], "dispatch", on(core))
+    if not GPU:
+        monkeypatch.setattr(configs, "configure", lambda *_: LINEAR)
+        monkeypatch.setattr(delta_rule_configs, "configure", lambda *_: DELTA)
+        monkeypatch.setattr(launcher.Launcher, "by_token", property(lambda self: self.call.dtype == jnp.bfloat16))
+    with kernels():
         yield
 
 
@@ -92,12 +91,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# on a GPU, whose chunks are longer, also with the dims of models
+DIMS = [16, 64, 128] if GPU else [16]
+
+
+@pytest.mark.parametrize("case", [replace(case, dim=dim) for case in CASES for dim in DIMS], ids=str)
 def test_sequences_one_by_one_without_leaks(case):
-    arrays, cotangents = arrays_of(case, IDS)
-    found = results(case, arrays, IDS, cotangents)
-    assert_matches(case, found, one_by_one(case, arrays, IDS, cotangents))
-    check_leaks(case, arrays, IDS, cotangents, found)
+    ids = np.repeat(IDS, 5, 1) if GPU else IDS
+    arrays, cotangents = arrays_of(case, ids)
+    found = results(case, arrays, ids, cotangents)
+    assert_matches(case, found, one_by_one(case, arrays, ids, cotangents))
+    check_leaks(case, arrays, ids, cotangents, found)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +118,14 @@ def test_sequences_one_by_one_without_leaks(case):
 )
 def test_time_segments(monkeypatch, case):
     """Rows that are cut in parts which run side by side, though nothing bounds how many sequences these hold."""
-    monkeypatch.setattr(configs, "configure", lambda *_: replace(LINEAR, fill=99))
-    monkeypatch.setattr(delta_rule_configs, "configure", lambda *_: replace(DELTA, fill=99))
+    ids = np.repeat(LONG, 8, 1) if GPU else LONG
+    if not GPU:
+        monkeypatch.setattr(configs, "configure", lambda *_: replace(LINEAR, fill=99))
+        monkeypatch.setattr(delta_rule_configs, "configure", lambda *_: replace(DELTA, fill=99))
     monkeypatch.setattr(delta_rule_launcher, "FEWEST_CHUNKS", 1)
-    arrays, cotangents = arrays_of(case, LONG)
-    found = results(case, arrays, LONG, cotangents)
-    assert_matches(case, found, one_by_one(case, arrays, LONG, cotangents))
+    arrays, cotangents = arrays_of(case, ids)
+    found = results(case, arrays, ids, cotangents)
+    assert_matches(case, found, one_by_one(case, arrays, ids, cotangents))
 
 
 @pytest.mark.parametrize("case", [Case("recurrent", value_gates=True), Case("kda", "growing", reverse=True)], ids=str)

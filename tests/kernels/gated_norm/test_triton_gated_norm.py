@@ -1,20 +1,18 @@
-"""The Triton kernels of norm and output gate, interpreted, against their definition in float64."""
+"""The Triton kernels of norm and output gate, against their definition in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels import _launch
 from ejkernel.kernels.gated_norm import IMPLEMENTATIONS
 from ejkernel.kernels.gated_norm.call import Call, Inputs
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import MARKS, kernels
 
+pytestmark = MARKS
 TRITON, XLA = (each.run for each in IMPLEMENTATIONS)
 EPSILON = 1e-3
 # batch, tokens, heads, dim
@@ -22,8 +20,8 @@ SHAPES = [(2, 3, 2, 16), (1, 70, 3, 5), (1, 1, 1, 1), (3, 1, 2, 130), (2, 40, 4,
 
 
 @pytest.fixture(autouse=True)
-def interpreter():
-    with interpreted():
+def on_triton():
+    with kernels():
         yield
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of a token's rotation and its way to the cache, interpreted, against the same in plain JAX."""
+"""The Triton kernel of a token's rotation and its way to the cache, against the same in plain JAX."""
 
 import functools
 
@@ -9,16 +9,14 @@ import pytest
 from flax import nnx
 
 from ejkernel import layers
-from ejkernel.kernels import _launch
 from ejkernel.kernels.rotary import IMPLEMENTATIONS
 from ejkernel.layers import _one_token
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import MARKS, kernels
 
+pytestmark = MARKS
 TRITON, XLA = (each.run for each in IMPLEMENTATIONS)
 WIDTH, TOKENS, CAPACITY = 12, 5, 7
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -36,8 +34,8 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True)
-def interpreter():
-    with interpreted():
+def on_triton():
+    with kernels():
         yield
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of a layer's step, interpreted, against the same in plain JAX, and against whole sequences."""
+"""The Triton kernels of a layer's step, against the same in plain JAX, and against whole sequences."""
 
 import functools
 
@@ -9,16 +9,14 @@ import pytest
 from flax import nnx
 
 from ejkernel import layers
-from ejkernel.kernels import _launch
 from ejkernel.kernels.step import IMPLEMENTATIONS
 from ejkernel.layers import _one_token
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
-if _launch.capability() is not None:
-    pytest.skip("the kernels run on the GPU itself (-m gpu)", allow_module_level=True)
 
-from triton_interpreter import interpreted
+from triton_interpreter import MARKS, kernels
 
+pytestmark = MARKS
 TRITON, XLA = (each.run for each in IMPLEMENTATIONS)
 WIDTH, TOKENS, ROWS = 12, 5, 2
 LAYERS = {
@@ -49,8 +47,8 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True)
-def interpreter():
-    with interpreted():
+def on_triton():
+    with kernels():
         yield
 
 
