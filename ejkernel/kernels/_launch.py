@@ -24,6 +24,8 @@ from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
 from ejkernel.kernels import _kernel_cache, _pallas, _varying
 
+# What launches a kernel in a compiled program. XLA captures the newer of the two in CUDA graphs.
+TARGET = "triton_kernel_call_ffi" if jax.__version_info__ >= (0, 10, 2) else "triton_kernel_call"
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
 
@@ -221,10 +223,13 @@ def _primitive() -> Any:
         while launch.beside:
             each = launch.beside.pop()
             _kernel_cache.start(each.key(), each.compile)
+        compiled: Any = _kernel_cache.get(launch.key(), launch.compile)
+        if TARGET == "triton_kernel_call_ffi":
+            compiled = {"name": mlir.ir.StringAttr.get("ejkernel"), "opaque": mlir.ir.StringAttr.get(compiled)}
         rule: Any = jax.ffi.ffi_lowering(
-            "triton_kernel_call",
-            api_version=2,
-            backend_config=_kernel_cache.get(launch.key(), launch.compile),  # type: ignore[arg-type]
+            TARGET,
+            api_version=2 if isinstance(compiled, bytes) else 4,
+            backend_config=compiled,
             operand_output_aliases=dict(launch.aliases),
         )
         return rule(ctx, *arrays)

@@ -19,20 +19,21 @@ def rotate_and_store(p, CALL: tl.constexpr):
     i_at = tl.load(p.position + i_b).to(tl.int64)
     fits = (i_at >= 0) & (i_at < CALL.capacity)
     o_cache = (i_b * CALL.capacity + i_at) * KEY.heads
+    # each with names of its own: Triton wants what two branches set to have one type, and a cache may have its own
     if i_head < QUERY.heads:
-        p_x = own_place(p.query, i_b, i_head, QUERY)
-        p_out = p.rotated + (i_b * QUERY.heads + i_head) * QUERY.dim
-        _rotate(p, p_x, p.query_scale, p_out, i_at, i_at == i_at, CALL.has_norm, True, CALL)
+        p_query = own_place(p.query, i_b, i_head, QUERY)
+        p_rotated = p.rotated + (i_b * QUERY.heads + i_head) * QUERY.dim
+        _rotate(p, p_query, p.query_scale, p_rotated, i_at, i_at == i_at, CALL.has_norm, True, CALL)
     elif i_head < QUERY.heads + KEY.heads:
-        i_own = i_head - QUERY.heads
-        p_x = own_place(p.key, i_b, i_own, KEY)
-        p_out = p.next_keys + (o_cache + i_own) * KEY.dim
-        _rotate(p, p_x, p.key_scale, p_out, i_at, fits, CALL.has_norm, True, CALL)
+        i_key = i_head - QUERY.heads
+        p_key = own_place(p.key, i_b, i_key, KEY)
+        p_keys = p.next_keys + (o_cache + i_key) * KEY.dim
+        _rotate(p, p_key, p.key_scale, p_keys, i_at, fits, CALL.has_norm, True, CALL)
     else:
-        i_own = i_head - QUERY.heads - KEY.heads
-        p_x = own_place(p.value, i_b, i_own, VALUE)
-        p_out = p.next_values + (o_cache + i_own) * VALUE.dim
-        _rotate(p, p_x, None, p_out, i_at, fits, CALL.value_norm, False, CALL)
+        i_value = i_head - QUERY.heads - KEY.heads
+        p_value = own_place(p.value, i_b, i_value, VALUE)
+        p_values = p.next_values + (o_cache + i_value) * VALUE.dim
+        _rotate(p, p_value, None, p_values, i_at, fits, CALL.value_norm, False, CALL)
 
 
 @triton.jit
