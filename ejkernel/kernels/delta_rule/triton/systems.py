@@ -44,8 +44,8 @@ def solve(
         return _solve_keyed(launcher, keep, given)
     chunk, heads = launcher.config.chunk, launcher.call.heads
     known = None if log_decay is None else _weigh(launcher, beta, log_decay)
-    # what is kept takes the registers
-    each = 1 if keep else launcher.heads_a_program()
+    # what is kept takes the registers, and so does where a listed chunk lies
+    each = 1 if keep or launcher.call.segmented else launcher.heads_a_program()
     outputs = _systems(launcher, keep)
     if known is not None:
         outputs["squares"] = None

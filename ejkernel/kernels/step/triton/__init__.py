@@ -19,7 +19,8 @@ from ejkernel.kernels.step.call import Call, Inputs, Results
 DEVICE = "ejkernel.kernels.step.triton.device.token"
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 _MOST_TAPS, _LARGEST_DIM = 8, 256
-_STATE = 16384  # numbers of a memory that a program's registers hold at once
+STAGES, WARPS = 3, 4
+_STATE = 4096  # numbers of a memory that a program works on at once
 
 
 def supports(call: Call) -> str | None:
@@ -51,6 +52,8 @@ class Constants:
     value_dim: int
     key_block: int
     value_block: int
+    stages: int
+    value_blocks: int  # a power of two, which may be more than there are
     queries: View
     keys: View
     values: View  # not `value`, which is something else to Triton
@@ -85,6 +88,7 @@ class Constants:
 
 def _constants(call: Call, inputs: Inputs) -> Constants:
     block = padded(call.key_dim)
+    columns = min(padded(call.value_dim), max(16, _STATE // block))
     most = float(np.finfo(np.float32).max)
     return Constants(
         batch=call.batch,
@@ -93,7 +97,9 @@ def _constants(call: Call, inputs: Inputs) -> Constants:
         key_dim=call.key_dim,
         value_dim=call.value_dim,
         key_block=block,
-        value_block=min(padded(call.value_dim), max(16, _STATE // block)),
+        value_block=columns,
+        stages=STAGES,
+        value_blocks=padded(call.value_dim) // columns,
         queries=call.query,
         keys=call.key,
         values=call.value,
@@ -157,7 +163,7 @@ def _forward(call: Call, inputs: Inputs) -> Results:
         },
         constants=constants,
         programs=call.batch * call.heads,
-        tile=Tile(1, warps=8 if constants.key_block * constants.value_block >= _STATE else 4),
+        tile=Tile(1, warps=WARPS),
         in_place={"next": memory} | ({"moved": recent} if convolves and recent is not None else {}),
     )
     return Results(found.output, found.next, found.moved if convolves else moved)

@@ -34,7 +34,8 @@ def _convolve_head(p, p_x, i_b, i_head, FIRST: tl.constexpr, VIEW: tl.constexpr,
     D: tl.constexpr = VIEW.dim
     BLOCK: tl.constexpr = VIEW.block
     o_d = tl.arange(0, BLOCK)
-    b_mixed = _mix(p, p_x, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
+    b_tokens = _load_tokens(p, p_x, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
+    b_mixed = _mix(p, b_tokens, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
     p_mixed = p.mixed + i_b * CALL.channels + FIRST + i_head * D + o_d
     tl.store(p_mixed, b_mixed.to(p.mixed.dtype.element_ty), mask=o_d < D)
 
@@ -47,7 +48,7 @@ def step(p, CALL: tl.constexpr):
     V: tl.constexpr = CALL.value_dim
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV: tl.constexpr = CALL.value_blocks
     COPIES: tl.constexpr = CALL.copies
     QUERY: tl.constexpr = CALL.queries
     KEY: tl.constexpr = CALL.keys
@@ -59,28 +60,32 @@ def step(p, CALL: tl.constexpr):
     i_h = i_program % H
     o_k = tl.arange(0, BK)
     m_k = o_k < K
-    b_q = _head(p, p.query, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
-    b_k = _head(p, p.key, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
-    if CALL.normalize:
-        b_q = _unit(b_q, CALL.epsilon_of_keys)
-        b_k = _unit(b_k, CALL.epsilon_of_keys)
+    p_memory = p.memory + (i_b * H + i_h) * (K * V)
+    p_next = p.next + (i_b * H + i_h) * (K * V)
+    # both before either is needed, so that they arrive together
+    b_tokens_q = _load_head(p, p.query, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
+    b_tokens_k = _load_head(p, p.key, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
     b_gate, b_step = _decay(p, i_b, i_h, o_k, m_k, CALL)
     b_beta = 1.0
     if CALL.delta:
         p_beta = _place(p.beta, i_b, i_h, BETA, CALL)
         b_beta = CALL.beta_factor * tl.sigmoid(tl.load(p_beta).to(tl.float32))
-    p_memory = p.memory + (i_b * H + i_h) * (K * V)
-    p_next = p.next + (i_b * H + i_h) * (K * V)
-    b_outputs = ()
-    b_squares = 0.0
-    b_small_squares = 0.0
-    for i_v in tl.static_range(NV):
+    b_q = _mixed(p, b_tokens_q, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
+    b_k = _mixed(p, b_tokens_k, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
+    if CALL.normalize:
+        b_q = _unit(b_q, CALL.epsilon_of_keys)
+        b_k = _unit(b_k, CALL.epsilon_of_keys)
+    o_row = tl.arange(0, NV)
+    b_out = tl.zeros([NV, BV], tl.float32)
+    # a loop, whose next block is on its way while this one is worked on
+    for i_v in tl.range(0, NV, num_stages=CALL.stages):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
         o_state = o_k[:, None] * V + o_v[None, :]
         m_state = m_k[:, None] & m_v[None, :]
-        b_v = _head(p, p.value, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
         b_state = tl.load(p_memory + o_state, mask=m_state, other=0.0).to(tl.float32)
+        b_tokens = _load_head(p, p.value, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
+        b_v = _mixed(p, b_tokens, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
         if CALL.per_key:
             b_state = faded(b_state, (b_gate * LOG2E)[:, None])
         else:
@@ -91,31 +96,29 @@ def step(p, CALL: tl.constexpr):
         if CALL.delta:
             b_new = b_beta * (b_new - tl.sum(b_k[:, None] * b_state, 0))
         b_state = b_state + b_k[:, None] * b_new[None, :]
-        b_out = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
+        b_here = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
         tl.store(p_next + o_state, b_state, mask=m_state)
         if CALL.has_skip:
-            b_out += tl.load(p.skip + i_h).to(tl.float32) * b_v
-        b_squares += tl.sum(b_out * b_out)
-        b_small_squares += tl.sum((b_out * SMALL) * (b_out * SMALL))
-        b_outputs = b_outputs + (b_out,)
-    b_inverse, b_scale = inverse_norm(b_squares, b_small_squares, CALL.epsilon * V)
-    for i_v in tl.static_range(NV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_v = o_v < V
-        b_out = b_outputs[i_v]
-        if CALL.has_norm:
-            b_out = (b_out * b_scale) * b_inverse * CALL.root
-            b_out = b_out * tl.load(p.norm + o_v, mask=m_v, other=0.0).to(tl.float32)
-        if CALL.has_output_gate:
-            p_gate = _place(p.output_gate, i_b, i_h, OUTPUT_GATE, CALL)
-            b_z = tl.load(p_gate + o_v, mask=m_v, other=0.0).to(tl.float32)
-            b_share = tl.sigmoid(b_z)
-            if CALL.silu:
-                b_share = b_z * b_share
-            b_out = b_out * b_share
-        for i_copy in tl.static_range(COPIES):
-            p_output = p.output + ((i_copy * CALL.batch + i_b) * H + i_h) * V + o_v
-            tl.store(p_output, b_out.to(p.output.dtype.element_ty), mask=m_v)
+            b_here += tl.load(p.skip + i_h).to(tl.float32) * b_v
+        b_out = tl.where((o_row == i_v)[:, None], b_here[None, :], b_out)
+    o_v = o_row[:, None] * BV + tl.arange(0, BV)[None, :]
+    m_v = o_v < V
+    if CALL.has_norm:
+        b_inverse, b_scale = inverse_norm(
+            tl.sum(b_out * b_out), tl.sum((b_out * SMALL) * (b_out * SMALL)), CALL.epsilon * V
+        )
+        b_out = (b_out * b_scale) * b_inverse * CALL.root
+        b_out = b_out * tl.load(p.norm + o_v, mask=m_v, other=0.0).to(tl.float32)
+    if CALL.has_output_gate:
+        p_gate = _place(p.output_gate, i_b, i_h, OUTPUT_GATE, CALL)
+        b_z = tl.load(p_gate + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_share = tl.sigmoid(b_z)
+        if CALL.silu:
+            b_share = b_z * b_share
+        b_out = b_out * b_share
+    for i_copy in tl.static_range(COPIES):
+        p_output = p.output + ((i_copy * CALL.batch + i_b) * H + i_h) * V + o_v
+        tl.store(p_output, b_out.to(p.output.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
@@ -125,40 +128,49 @@ def _place(p_x, i_b, i_h, VIEW: tl.constexpr, CALL: tl.constexpr):
 
 
 @triton.jit
-def _head(p, p_x, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """A head of queries, keys or values; convolved here if every head has its own, or before this."""
+def _load_head(p, p_x, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """What `_mixed` makes a head of queries, keys or values of: its token, and the last ones if they are convolved."""
     i_head = i_h // (CALL.heads // VIEW.heads)
-    if CALL.taps == 0:
-        return tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0).to(tl.float32)
-    elif CALL.mixed_before:
+    if CALL.mixed_before:
         p_mixed = p.mixed + i_b * CALL.channels + FIRST + i_head * VIEW.dim + o_d
-        return tl.load(p_mixed, mask=m_d, other=0.0).to(tl.float32)
+        return (tl.load(p_mixed, mask=m_d, other=0.0),)
     else:
-        return _mix(p, p_x, i_b, i_head, o_d, m_d, FIRST, VIEW, CALL)
+        return _load_tokens(p, p_x, i_b, i_head, o_d, m_d, FIRST, VIEW, CALL)
 
 
 @triton.jit
-def _mix(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """A head's convolved token; `FIRST` is the first channel of its kind."""
+def _load_tokens(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """A head's token, and the last ones before it, the latest first."""
+    W: tl.constexpr = CALL.taps
+    b_tokens = (tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0),)
+    for lag in tl.static_range(1, W):
+        o_recent = (i_b * (W - 1) + W - 1 - lag) * CALL.channels + FIRST + i_head * VIEW.dim + o_d
+        b_tokens = b_tokens + (tl.load(p.recent + o_recent, mask=m_d, other=0.0),)
+    return b_tokens
+
+
+@triton.jit
+def _mixed(p, b_tokens, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """A head of what `_load_head` has loaded; convolved here if every head has its own, or before this."""
+    if CALL.taps == 0 or CALL.mixed_before:
+        return b_tokens[0].to(tl.float32)
+    else:
+        return _mix(p, b_tokens, i_b, i_h // (CALL.heads // VIEW.heads), o_d, m_d, FIRST, VIEW, CALL)
+
+
+@triton.jit
+def _mix(p, b_tokens, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """A head's convolved token, whose last ones move up; `FIRST` is the first channel of its kind."""
     W: tl.constexpr = CALL.taps
     C: tl.constexpr = CALL.channels
     o_c = FIRST + i_head * VIEW.dim + o_d
-    b_token = tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0)
-    b_sum = b_token.to(tl.float32) * tl.load(p.taps + (W - 1) * C + o_c, mask=m_d, other=0.0).to(tl.float32)
-    p_recent = p.recent + i_b * ((W - 1) * C) + o_c
-    p_moved = p.moved + i_b * ((W - 1) * C) + o_c
-    b_tokens = ()
-    for lag in tl.static_range(1, W):
-        # all of them before the first is written
-        b_tokens = b_tokens + (tl.load(p_recent + (W - 1 - lag) * C, mask=m_d, other=0.0),)
+    b_sum = b_tokens[0].to(tl.float32) * tl.load(p.taps + (W - 1) * C + o_c, mask=m_d, other=0.0).to(tl.float32)
     for lag in tl.static_range(1, W):
         b_tap = tl.load(p.taps + (W - 1 - lag) * C + o_c, mask=m_d, other=0.0).to(tl.float32)
-        b_sum = tl.fma(b_tokens[lag - 1].to(tl.float32), b_tap, b_sum)
+        b_sum = tl.fma(b_tokens[lag].to(tl.float32), b_tap, b_sum)
     for lag in tl.static_range(1, W):
-        b_later = b_token
-        if lag > 1:
-            b_later = b_tokens[lag - 2]
-        tl.store(p_moved + (W - 1 - lag) * C, b_later.to(p.moved.dtype.element_ty), mask=m_d)
+        p_moved = p.moved + (i_b * (W - 1) + W - 1 - lag) * C + o_c
+        tl.store(p_moved, b_tokens[lag - 1].to(p.moved.dtype.element_ty), mask=m_d)
     if CALL.has_taps_bias:
         b_sum += tl.load(p.taps_bias + o_c, mask=m_d, other=0.0).to(tl.float32)
     return b_sum * tl.sigmoid(b_sum)
