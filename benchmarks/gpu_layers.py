@@ -95,7 +95,7 @@ def program(work: Work, count: int = 1, *, projections: bool = False) -> Callabl
 
     def gradients(parameters: Any, x: jax.Array, cu_seqlens: Any, cotangent: jax.Array) -> Any:
         output, pull = jax.vjp(lambda parameters, x: forward(parameters, x, cu_seqlens), parameters, x)
-        return output, pull(jax.tree.map(lambda each: jnp.broadcast_to(cotangent[..., :1], each.shape), output))
+        return output, pull(jax.tree.map(lambda each: _as_wide(cotangent, each.shape), output))
 
     def step(parameters: Any, states: Any, x: jax.Array) -> Any:
         after = []
@@ -108,6 +108,11 @@ def program(work: Work, count: int = 1, *, projections: bool = False) -> Callabl
     if work.kind == "step":
         return step
     return gradients if "gradients" in work.kind else lambda *given: forward(*given[:3])
+
+
+def _as_wide(cotangent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The cotangent itself where it has this shape, as the layer's output's does."""
+    return cotangent if cotangent.shape == shape else jnp.broadcast_to(cotangent[..., :1], shape)
 
 
 def _projected(layer: Any, x: jax.Array) -> list[jax.Array]:
