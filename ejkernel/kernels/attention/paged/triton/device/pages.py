@@ -54,10 +54,11 @@ def absorbed(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL: tl
     """The sums over keys `i_from … i_to` of sequence `n`, which has `end` tokens, for rows at positions `o_at`."""
     BM: tl.constexpr = CALL.rows
     BN: tl.constexpr = CALL.columns
+    BDV: tl.constexpr = CALL.value_block
     sums = (
         tl.full([BM], float("-inf"), tl.float32),
         tl.zeros([BM], tl.float32),
-        tl.zeros([BM, CALL.value_block], tl.float32),
+        tl.zeros([BM, BDV], tl.float32),
         tl.zeros([BM], tl.int32),
     )
     # blocks that every row sees whole, and those before and behind them that some rows do not
