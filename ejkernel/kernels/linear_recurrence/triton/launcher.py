@@ -58,6 +58,7 @@ class Walk:
     both: bool  # key and value dims decay
     flat: bool  # numbers are added up at once, not by rows first, which Triton 3.6 has no code for on Blackwell
     strong: bool = False
+    apart: bool = False  # with key gates, programs whose chunks are all flagged have a kernel of their own
 
 
 @dataclass(frozen=True, kw_only=True)
