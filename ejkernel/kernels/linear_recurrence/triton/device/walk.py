@@ -304,10 +304,11 @@ def walk(p, CALL: tl.constexpr):
                 b_state = b_state * b_before * b_other_before
                 b_seen = b_state
             else:
-                b_seen = b_state
+                # not asked for where it is known, but what a product's operand might need is fetched ahead
+                is_exact = n_steps > 0
                 if not SCORED:
                     is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
-                    b_seen = b_state * tl.where(is_exact, 1.0, b_before)
+                b_seen = b_state * tl.where(is_exact, 1.0, b_before)
                 b_state = b_state * b_before
             if BORDER == "seen":
                 if ends_group if CALL.listed else (i_c % G == G - 1) | (i_c == n_chunks - 1):
@@ -410,7 +411,8 @@ def walk(p, CALL: tl.constexpr):
             if DECAY == "constant":
                 b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            if KEYED:
+            # which is 1 where chunks are flagged
+            if KEYED and not SCORED:
                 b_state = b_state * b_after
             if BOTH:
                 b_state = b_state * b_other_after
