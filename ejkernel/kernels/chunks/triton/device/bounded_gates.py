@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E
-from ejkernel.kernels.chunks.triton.device.rows import is_late, join_rows, sibling, split_rows
+from ejkernel.kernels.chunks.triton.device.rows import is_late, join_rows, sibling_bits, split_rows
 
 # Kinds of chunks, as flags say them. All that tests for a flag tests for another number than 0.
 MILD = tl.constexpr(0)
@@ -44,12 +44,38 @@ def sum_from_middle(b_gate, o_r, o_b):
 
 
 @triton.jit
-def meet_in_middle(b_eight, o_r, o_b):
-    """Decays from the start of 16 tokens to their middle, from there to their end, and through them all."""
-    b_own = tl.exp2(b_eight)
-    b_beside = sibling(b_own, 1)
+def place_middles(b_eight, o_r, o_b, LEVELS: tl.constexpr):
+    """Where the middles of 16 tokens lie, from sums over each eight of them.
+
+    Gives a part of a bit, to be added to sums from the middle, which leaves whole bits between any two middles: so
+    whatever is relative to one of them is brought to another by a power of two, which no rounding notices. Then decays
+    from the chunk's start to the middle, from there to its end, and, for blocks of 32 tokens and on, to where their
+    halves meet.
+    """
+    # bits with 21 binary places: a bounded chunk has 640 at most
+    b_own = tl.floor(b_eight * 2097152.0 + 0.5).to(tl.int32)
+    b_beside = sibling_bits(b_own, 1)
     m_late = is_late(o_r, o_b, 3, 3)
-    return tl.where(m_late, b_beside, b_own), tl.where(m_late, b_own, b_beside), b_own * b_beside
+    b_from = tl.where(m_late, b_beside, b_own)
+    b_to = tl.where(m_late, b_own, b_beside)
+    b_total = b_own + b_beside
+    distances = ()
+    for i_level in tl.static_range(4, LEVELS):
+        m_late = is_late(o_r, o_b, i_level, 3)
+        distances += (tl.where(m_late, -b_from, b_to),)
+        b_beside = sibling_bits(b_total, 1 << (i_level - 3))
+        b_from += tl.where(m_late, b_beside, 0)
+        b_to += tl.where(m_late, 0, b_beside)
+        b_total += b_beside
+    b_whole = b_from >> 21
+    meeting = ()
+    for i_level in tl.static_range(4, LEVELS):
+        b_apart = ((b_from + distances[i_level - 4]) >> 21) - b_whole
+        b_bits = tl.where(is_late(o_r, o_b, i_level, 3), -b_apart, b_apart)
+        meeting += (tl.exp2(b_bits.to(tl.float32)),)
+    b_part = (b_from & 2097151).to(tl.float32) * (1.0 / 2097152.0)
+    b_until = tl.exp2(((b_total >> 21) - b_whole).to(tl.float32) + (b_total & 2097151).to(tl.float32) * (1.0 / 2097152.0))
+    return b_part, tl.exp2(b_whole.to(tl.float32)), b_until, meeting
 
 
 @triton.jit

@@ -59,9 +59,15 @@ def held_as_loaded(b):
 @triton.jit
 def sibling(b, W: tl.constexpr):
     """To each W rows what the W rows beside them have, of each pair of these."""
+    return sibling_bits(b.to(tl.int32, bitcast=True), W).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sibling_bits(b, W: tl.constexpr):
+    """`sibling` of integers."""
     BK: tl.constexpr = b.shape[2]
-    b_bits = tl.reshape(b.to(tl.int32, bitcast=True), [b.numel // (2 * W * BK), 2, W, BK])
-    return tl.reshape(tl.xor_sum(b_bits, 1, keep_dims=True) ^ b_bits, b.shape).to(tl.float32, bitcast=True)
+    b_bits = tl.reshape(b, [b.numel // (2 * W * BK), 2, W, BK])
+    return tl.reshape(tl.xor_sum(b_bits, 1, keep_dims=True) ^ b_bits, b.shape)
 
 
 @triton.jit

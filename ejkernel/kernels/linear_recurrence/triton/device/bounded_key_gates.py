@@ -11,7 +11,7 @@ from ejkernel.kernels.chunks.triton.device.bounded_gates import (
     BOUNDED,
     STRONG,
     count_unbounded,
-    meet_in_middle,
+    place_middles,
     sum_from_middle,
 )
 from ejkernel.kernels.chunks.triton.device.gates import MOST
@@ -69,6 +69,8 @@ def score_pairs(p, chunk, i_token, i_h, o_r, o_b, o_k, b_q, b_k, b_decay, b_eigh
     o_column = tl.arange(0, C)[None, :]
     # rows meet earlier columns within 16, or at the level of the highest bit in which they differ
     b_apart = tl.where(o_row < o_column, -1, o_row ^ o_column)
+    b_rest, b_since, b_until, meeting = place_middles(b_eight, o_r, o_b, LEVELS)
+    b_decay += b_rest
     b_q32 = b_q.to(tl.float32) * tl.exp2(b_decay)
     b_k32 = b_k.to(tl.float32) * tl.exp2(-b_decay)
     b_fold = tl.reshape(b_q32.to(b_q.dtype), [C, BK])
@@ -80,20 +82,13 @@ def score_pairs(p, chunk, i_token, i_h, o_r, o_b, o_k, b_q, b_k, b_decay, b_eigh
         b_part = tl.where((b_apart >= 0) & (b_apart < 16), b_pair, 0.0)
         b_fold = tl.zeros_like(b_fold)
         b_other = tl.zeros_like(b_other)
-    # decays from where pairs meet to the middle of 16 tokens, and from there to where they meet
-    b_since, b_until, b_total = meet_in_middle(b_eight, o_r, o_b)
     for i_level in tl.static_range(4, LEVELS):
-        m_late = is_late(o_r, o_b, i_level, LR)
-        b_half = tl.where(m_late, b_q32, b_k32) * tl.where(m_late, b_since, b_until)
+        b_half = tl.where(is_late(o_r, o_b, i_level, LR), b_q32, b_k32) * meeting[i_level - 4]
         b_fold = tl.reshape(b_half.to(b_q.dtype), [C, BK])
         for _ in tl.range(0, n_turns):
             b_pair = tl.dot(b_fold, tl.trans(b_fold), input_precision=CALL.precision)
             b_part = tl.where(b_apart >= 2**i_level, b_pair, b_part)
             b_fold = tl.zeros_like(b_fold)
-        b_beside = sibling(b_total, 1 << (i_level - LR))
-        b_since *= tl.where(m_late, b_beside, 1.0)
-        b_until *= tl.where(m_late, 1.0, b_beside)
-        b_total *= b_beside
     m_tile = mask_rows(chunk.i_row + o_b[:, None] * R + o_r[None, :], chunk.n_read, o_k, K, K % BK != 0, CALL.whole)
     o_hat = place_rows(i_token, i_h, o_b * (R * SIGN), o_k, H, K)
     p_tile = spread_rows(p.q_hat + o_hat, o_r, SIGN * H * K, CALL.dims)
@@ -272,55 +267,42 @@ def bounded_gradients_of(p, chunk, i_first, n_rows, i_h, o_k, b_sum, is_whole, C
     # pairs meet both ways: row of q with row of k, and back
     b_both = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, b_turned, 0.0)).to(b_q.dtype)
     b_decay, b_eight = sum_from_middle(b_gate, o_r, o_b)
-    b_up = tl.exp2(b_decay)
-    b_down = tl.exp2(-b_decay)
-    # as the forward has it, from the first product to the rounding of each operand
-    b_q32 = b_q.to(tl.float32) * b_up
-    b_k32 = b_k.to(tl.float32) * b_down
-    b_since, b_until, b_total = meet_in_middle(b_eight, o_r, o_b)
-    since = ()
-    until = ()
-    for i_level in tl.static_range(4, LEVELS):
-        since += (b_since,)
-        until += (b_until,)
-        m_late = is_late(o_r, o_b, i_level, LR)
-        b_beside = sibling(b_total, 1 << (i_level - LR))
-        b_since *= tl.where(m_late, b_beside, 1.0)
-        b_until *= tl.where(m_late, 1.0, b_beside)
-        b_total *= b_beside
-    # what states do, and what tokens do to themselves
-    b_summand = as_rounded(b_q32 * b_since, b_q) * b_dqhat
-    b_summand -= as_rounded(b_k32 * b_until, b_k) * b_dkhat
-    b_dq = b_dqhat * (b_up * b_since) + b_own * b_k.to(tl.float32)
-    b_dk = b_dkhat * (b_down * b_until) + b_own * b_q.to(tl.float32)
-    # what they do to others of their 16
+    b_rest, b_since, b_until, meeting = place_middles(b_eight, o_r, o_b, LEVELS)
+    b_decay += b_rest
+    # as the forward has it, from the first product to the rounding of each operand; gradients are relative to the
+    # middle of 16 tokens until the end, and so are operands: powers of two are all that is between two of these
+    b_query = as_rounded(b_q.to(tl.float32) * tl.exp2(b_decay), b_q)
+    b_key = b_k.to(tl.float32) * tl.exp2(-b_decay)
+    b_left = as_rounded(b_key * b_until, b_k)
+    b_key = as_rounded(b_key, b_k)
+    # what states do
+    b_dq = b_dqhat * b_since
+    b_dk = b_dkhat * b_until
+    b_summand = b_key * b_dk - b_left * b_dkhat
+    # what tokens do to others of their 16
     m_near = (o_row ^ o_column) < 16
-    b_fold = as_rounded(b_k32, b_k)
     b_pairs = tl.where(m_near & (o_row > o_column), b_both, 0.0)
-    b_grad = tl.dot(b_pairs, tl.reshape(b_fold.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
-    b_grad = held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
-    b_other = as_rounded(b_q32, b_q)
-    b_summand += b_other * b_grad
-    b_dq += b_grad * b_up
+    b_grad = tl.dot(b_pairs, tl.reshape(b_key.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
+    b_dq += held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
     b_pairs = tl.where(m_near & (o_row < o_column), b_both, 0.0)
-    b_grad = tl.dot(b_pairs, tl.reshape(b_other.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
-    b_grad = held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
-    b_summand -= b_fold * b_grad
-    b_dk += b_grad * b_down
+    b_grad = tl.dot(b_pairs, tl.reshape(b_query.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
+    b_dk += held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
     for i_level in tl.static_range(4, LEVELS):
         m_late = is_late(o_r, o_b, i_level, LR)
-        b_fade = tl.where(m_late, since[i_level - 4], until[i_level - 4])
-        b_fold = as_rounded(tl.where(m_late, b_q32, b_k32) * b_fade, b_q)
+        b_fold = tl.where(m_late, b_query, b_key) * meeting[i_level - 4]
         # each block meets its neighbour
         b_pairs = tl.where(((o_row ^ o_column) >> i_level) == 1, b_both, 0.0)
         b_grad = tl.dot(b_pairs, tl.reshape(b_fold.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
         b_grad = held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
         # factors and not choices, which would move the tiles
-        b_is_late = tl.where(m_late, 1.0, 0.0)
-        b_summand += b_fold * b_grad * (2.0 * b_is_late - 1.0)
-        b_grad *= tl.where(m_late, b_up, b_down) * b_fade
-        b_dq += b_grad * b_is_late
-        b_dk += b_grad * (1.0 - b_is_late)
+        b_dq += b_grad * tl.where(m_late, meeting[i_level - 4], 0.0)
+        b_dk += b_grad * tl.where(m_late, 0.0, meeting[i_level - 4])
+    b_summand += b_query * b_dq - b_key * b_dk
+    # computed anew, as the powers would take more registers than they are worth; there is no row before the first
+    b_decay += tl.where(chunk.n_read < 0, 1.0, 0.0)
+    # and what they do to themselves
+    b_dq = b_dq * tl.exp2(b_decay) + b_own * b_k.to(tl.float32)
+    b_dk = b_dk * tl.exp2(-b_decay) + b_own * b_q.to(tl.float32)
     o_hat = place_rows(i_token, i_h, o_b * (R * SIGN), o_k, H, K)
     p_tile = spread_rows(p.d_query + o_hat, o_r, SIGN * H * K, CALL.dims)
     tl.store(p_tile, b_dq.to(p.d_query.dtype.element_ty), mask=m_tile)
