@@ -209,7 +209,7 @@ def sum_to_end(b, b_sum, o_r, o_b, LR: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def score_gradients(p, chunk, i_token, i_h, CALL: tl.constexpr):
-    """Gradients of a chunk's scores, [query, key] and [key, query]."""
+    """Gradients of a chunk's scores but for their scale, [query, key] and [key, query]."""
     H: tl.constexpr = CALL.heads
     HV: tl.constexpr = CALL.value_heads
     HO: tl.constexpr = CALL.output_heads
@@ -230,7 +230,7 @@ def score_gradients(p, chunk, i_token, i_h, CALL: tl.constexpr):
         b_dscore = tl.dot(b_dout, tl.trans(b_v), acc=b_dscore, input_precision=CALL.precision)
         # once more, as it is cheaper than to turn them
         b_turned = tl.dot(b_v, tl.trans(b_dout), acc=b_turned, input_precision=CALL.precision)
-    return b_dscore * CALL.scale, b_turned * CALL.scale
+    return b_dscore, b_turned
 
 
 @triton.jit
@@ -263,9 +263,12 @@ def bounded_gradients_of(p, chunk, i_first, n_rows, i_h, o_k, b_sum, is_whole, C
     b_dqhat = load_parts(spread_rows(p.dq_hat + o_part, o_r, SIGN * H * PARTS * K, CALL.dims), m_tile, K, PARTS)
     b_dkhat = load_parts(spread_rows(p.dk_hat + o_part, o_r, SIGN * H * PARTS * K, CALL.dims), m_tile, K, PARTS)
     b_dscore, b_turned = score_gradients(p, chunk, i_token, i_h, CALL)
-    b_own = tl.reshape(tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1), [C // R, R])[:, :, None]
+    b_own = tl.sum(tl.where(o_row == o_column, b_dscore, 0.0), 1) * CALL.scale
+    b_own = tl.reshape(b_own, [C // R, R])[:, :, None]
     # pairs meet both ways: row of q with row of k, and back
-    b_both = tl.where(o_row > o_column, b_dscore, tl.where(o_row < o_column, b_turned, 0.0)).to(b_q.dtype)
+    m_later = o_row > o_column
+    b_apart = o_row ^ o_column
+    b_both = tl.where(m_later, b_dscore, b_turned) * CALL.scale
     b_decay, b_eight = sum_from_middle(b_gate, o_r, o_b)
     b_rest, b_since, b_until, meeting = place_middles(b_eight, o_r, o_b, LEVELS)
     b_decay += b_rest
@@ -280,18 +283,18 @@ def bounded_gradients_of(p, chunk, i_first, n_rows, i_h, o_k, b_sum, is_whole, C
     b_dk = b_dkhat * b_until
     b_summand = b_key * b_dk - b_left * b_dkhat
     # what tokens do to others of their 16
-    m_near = (o_row ^ o_column) < 16
-    b_pairs = tl.where(m_near & (o_row > o_column), b_both, 0.0)
+    b_near = tl.where((b_apart > 0) & (b_apart < 16), b_both, 0.0)
+    b_pairs = tl.where(m_later, b_near, 0.0).to(b_q.dtype)
     b_grad = tl.dot(b_pairs, tl.reshape(b_key.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
     b_dq += held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
-    b_pairs = tl.where(m_near & (o_row < o_column), b_both, 0.0)
+    b_pairs = tl.where(m_later, 0.0, b_near).to(b_q.dtype)
     b_grad = tl.dot(b_pairs, tl.reshape(b_query.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
     b_dk += held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
     for i_level in tl.static_range(4, LEVELS):
         m_late = is_late(o_r, o_b, i_level, LR)
         b_fold = tl.where(m_late, b_query, b_key) * meeting[i_level - 4]
         # each block meets its neighbour
-        b_pairs = tl.where(((o_row ^ o_column) >> i_level) == 1, b_both, 0.0)
+        b_pairs = tl.where(b_apart >> i_level == 1, b_both, 0.0).to(b_q.dtype)
         b_grad = tl.dot(b_pairs, tl.reshape(b_fold.to(b_q.dtype), [C, BK]), input_precision=CALL.precision)
         b_grad = held_as_loaded(tl.reshape(b_grad, [C // R, R, BK]))
         # factors and not choices, which would move the tiles
