@@ -12,10 +12,9 @@ from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 
-# Heads that a program of bounded gates goes through, where any is flagged: fewer fill the chip more evenly, more are
-# fewer programs that find nothing to do.
-HEADS_OF_SCORES = 4
-HEADS_OF_GRADIENTS = 4
+# Heads that a program of bounded gates goes through, where any is flagged and programs are many: fewer heads fill the
+# chip more evenly, more are fewer programs that find nothing to do.
+HEADS_OF_BOUNDED = 4
 
 
 @jax.tree_util.register_dataclass
@@ -101,11 +100,18 @@ def _heads_at_once(heads: int) -> int:
     return math.gcd(heads, 8)
 
 
-def _of_bounded(launcher: Launcher, tile: Tile, heads: int) -> dict[str, Any]:
-    """How the kernels of bounded gates are cut: key dims at once, and dims of each row that a thread has."""
-    width = min(tile.rows, padded(launcher.call.key_dim))
-    dims = max(1, launcher.config.chunk * width // (32 * tile.warps * 8))
-    return {"key_block": width, "dims": dims, "log_rows": 3, "heads_at_once": math.gcd(launcher.call.heads, heads)}
+def _of_bounded(launcher: Launcher, tile: Tile, length: int, parts: bool = False) -> tuple[int, dict[str, int]]:
+    """Programs of a kernel of bounded gates over blocks of `length` tokens, and how it is cut.
+
+    That is key dims at once, which make `parts` with programs of their own or not; dims of each row that a thread has,
+    which are two at least, as Triton would give threads tokens first; and heads.
+    """
+    call, config = launcher.call, launcher.config
+    width = min(tile.rows, padded(call.key_dim))
+    programs = launcher.blocks(length) * call.heads * (cdiv(call.key_dim, width) if parts else 1)
+    heads = math.gcd(call.heads, HEADS_OF_BOUNDED) if programs >= 4 * HEADS_OF_BOUNDED * config.fill else 1
+    dims = max(2, config.chunk * width // (32 * tile.warps * 8))
+    return programs // heads, {"key_block": width, "dims": dims, "log_rows": 3, "heads_at_once": heads}
 
 
 def _rows(launcher: Launcher, tile: Tile, dims: int) -> dict[str, int]:
@@ -157,12 +163,12 @@ def fold_key_gates(
     if limit:
         return found.q_hat, found.k_hat, gates
     scores = {**hats, "score": launcher.kept(chunk, dtype=dtype)}
-    cut = _of_bounded(launcher, config.bounded, HEADS_OF_SCORES)
+    programs, cut = _of_bounded(launcher, config.bounded, chunk)
     bounded = launcher.launch(
         device("bounded_key_gates").bounded_scores,
         given | {"any_flag": found.any_flag},
         {**scores, "factors": shape(*found.factors.shape), "flag": launcher.flags()},
-        programs=chunks * heads // cut["heads_at_once"],
+        programs=programs,
         tile=config.bounded,
         in_place={name: getattr(found, name) for name in ("q_hat", "k_hat", "factors", "flag")},
         **cut,
@@ -230,17 +236,15 @@ def _bounded_gradients(
     outputs: dict[str, jax.ShapeDtypeStruct],
 ) -> Any:
     """What `_exact_gradients` gives, of bounded chunks alone, and gates' gradients where a group has no others."""
-    config = launcher.config
-    cut = _of_bounded(launcher, config.bounded_gradients, HEADS_OF_GRADIENTS)
-    length = config.chunk * launcher.plan.group
-    programs = launcher.blocks(length) * launcher.call.heads // cut["heads_at_once"]
+    tile, length = launcher.config.bounded_gradients, launcher.config.chunk * launcher.plan.group
+    programs, cut = _of_bounded(launcher, tile, length, parts=True)
     assert x.log_decay is not None
     return launcher.launch(
         device("bounded_key_gates").bounded_gradients,
         _given(x, gates, d_output, hats) | {"met": hats.met},
         outputs | {"d_gate": shape(*x.log_decay.shape, dtype=x.log_decay.dtype)},
-        programs=programs * cdiv(launcher.call.key_dim, cut["key_block"]),
-        tile=config.bounded_gradients,
+        programs=programs,
+        tile=tile,
         length=length,
         in_place={"summand": hats.d_query},
         met_parts=hats.met.shape[2],

@@ -74,7 +74,8 @@ def place_middles(b_eight, o_r, o_b, LEVELS: tl.constexpr):
         b_bits = tl.where(is_late(o_r, o_b, i_level, 3), -b_apart, b_apart)
         meeting += (tl.exp2(b_bits.to(tl.float32)),)
     b_part = (b_from & 2097151).to(tl.float32) * (1.0 / 2097152.0)
-    b_until = tl.exp2(((b_total >> 21) - b_whole).to(tl.float32) + (b_total & 2097151).to(tl.float32) * (1.0 / 2097152.0))
+    b_rest = (b_total & 2097151).to(tl.float32) * (1.0 / 2097152.0)
+    b_until = tl.exp2(((b_total >> 21) - b_whole).to(tl.float32) + b_rest)
     return b_part, tl.exp2(b_whole.to(tl.float32)), b_until, meeting
 
 
