@@ -351,6 +351,8 @@ def unfold_gates(p, CALL: tl.constexpr):
     n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
     if CALL.listed:
         i_from, n_chunks = listed_from(i_n, i_from, n_chunks, p, CALL)
+    if CALL.bounded and not CALL.listed:
+        n_chunks = tl.where(is_bounded_group(p, i_chunk0 + i_from, n_chunks, i_h, CALL), 0, n_chunks)
     b_sum = tl.zeros([BK], tl.float32)
     if n_chunks > 0:
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
@@ -362,12 +364,7 @@ def unfold_gates(p, CALL: tl.constexpr):
         if CALL.listed:
             # padding passes on what it is given
             b_reach = tl.where((last.entry & REAL) != 0, b_reach, 1.0)
-        flag = load_flag(p.flag, last, i_last, i_h, p, CALL)
-        b_sum = b_sum / tl.where(flag != 0, 1.0, b_reach)
-        if CALL.bounded:
-            if flag == BOUNDED:
-                if is_bounded_group(p, i_chunk0 + i_j * G, n_chunks, i_h, CALL):
-                    n_chunks = 0
+        b_sum = b_sum / tl.where(load_flag(p.flag, last, i_last, i_h, p, CALL) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):
         chunk = visit(i_from + n_chunks - 1 - i_step, i_n, n_rows, n_read, p, CALL)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
