@@ -50,9 +50,11 @@ WORKS = [
     GLA,
     replace(GLA, name="gla-unscaled", gate="plain"),
     replace(GLA, name="gla-strong", gate="strong", bar=1.1),
+    replace(GLA, name="gla-shipped", gate="shipped"),
     replace(GLA, name="gla-backward", backward=True, fla=5.85, bar=1.65),
     replace(GLA, name="gla-unscaled-backward", gate="plain", backward=True, fla=5.85, bar=1.65),
     replace(GLA, name="gla-strong-backward", gate="strong", backward=True, fla=5.85, bar=3.5),
+    replace(GLA, name="gla-shipped-backward", gate="shipped", backward=True, fla=5.85, bar=1.65),
     HEAD,
     replace(HEAD, name="g_gamma-backward", backward=True, learn_gate=False, fla=1.84, bar=0.72),
     replace(HEAD, name="g_gamma-learned-backward", backward=True, fla=1.84, bar=0.72),
@@ -88,8 +90,11 @@ def inputs(work: Work, seed: int) -> tuple[Any, ...]:
     if work.decay == "constant":
         decay = jnp.broadcast_to(jnp.log(1 - 2.0 ** (-5.0 - jnp.arange(work.H))), (call.sequences, work.H))
     elif work.decay != "none":
-        gate = jax.nn.log_sigmoid(jax.random.normal(keys[3], tokens + ((work.K,) if work.decay == "key" else ())))
-        decay = gate * {"sixteenth": 1 / 16, "plain": 1.0, "strong": 30.0}[work.gate]
+        gate = jax.random.normal(keys[3], tokens + ((work.K,) if work.decay == "key" else ()))
+        if work.gate == "shipped":  # Kimi-K3's
+            decay = -5 * jax.nn.sigmoid(gate)
+        else:
+            decay = jax.nn.log_sigmoid(gate) * {"sixteenth": 1 / 16, "plain": 1.0, "strong": 30.0}[work.gate]
     state = normal(keys[4], call.sequences, work.H, work.K, work.V, dtype=jnp.float32) if work.state else None
     query, key = normal(keys[0], *tokens, work.K), normal(keys[1], *tokens, work.K)
     return query, key, normal(keys[2], *tokens, work.V), decay, state, work.borders, normal(keys[5], *tokens, work.V)

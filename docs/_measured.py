@@ -19,6 +19,7 @@ CALLS = {
     "gla": "`recurrent_gla`, mild gates",
     "gla-unscaled": "`recurrent_gla`, ordinary gates",
     "gla-strong": "`recurrent_gla`, strong gates everywhere",
+    "gla-shipped": "`recurrent_gla`, Kimi-K3's gates",
     "simple_gla": "`simple_gla`",
     "g_gamma": "`retention`, `lightning_attn`",
     "g_gamma-learned": "`recurrent`, learned `g_gamma`",

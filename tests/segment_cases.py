@@ -52,6 +52,8 @@ def gates(kind, random, shape):
         return np.where(random.random(shape) < 0.05, -1e4, mild)
     if kind == "growing":
         return np.where(random.random(shape) < 0.3, -mild, mild)
+    if kind == "shipped":  # as Kimi-K3's
+        return -5 / (1 + np.exp(-random.normal(size=shape)))
     return {"mild": 1, "strong": 150, "tiny": 1e-3}[kind] * mild
 
 

@@ -80,9 +80,10 @@ def overflows(text, sizes, programs, loaded, blocks=0):
 
     `sizes` are its integer arguments in order. What it reads from memory are borders and counts that grow from one
     sequence to the next, `loaded` at most; so the difference of two of them is between 0 and that, and a block's
-    number less one of them is its number in its sequence, at most `blocks`.
+    number less one of them is its number in its sequence, at most `blocks`. What is made of floats is followed only to
+    see that no pointer gets it.
     """
-    known, found, furthest, read = {}, [], 0, set()
+    known, found, furthest, read, made_of_floats = {}, [], 0, set(), set()
     # integers that go around a loop or through a reduction are flags and the like; a loop is held to it
     carried, open_blocks = Range(0, (1 << loaded.bit_length()) - 1), []
     arguments = re.findall(r"(%\w+): i(?:32|64)", next(line for line in text.splitlines() if "tt.func" in line))
@@ -111,9 +112,11 @@ def overflows(text, sizes, programs, loaded, blocks=0):
             continue
         if reduced := re.match(r'(%\w+) = "tt\.reduce"', line):
             known[reduced[1]] = carried
+            made_of_floats |= {reduced[1]} if made_of_floats & set(re.findall(NAME, line)[1:]) else set()
         if line.startswith("^bb0("):
             known |= {each: carried for each in re.findall(r"(%\w+): i32", line)}
         if offset := re.match(rf"{NAME} = tt\.addptr {NAME}, ({NAME})", line):
+            assert offset[1] not in made_of_floats, line
             furthest = max(furthest, known[offset[1]].high)
             continue
         made = re.match(rf"({NAME}) = (\S+) (.*?) : (.*)$", line)
@@ -133,6 +136,10 @@ def overflows(text, sizes, programs, loaded, blocks=0):
         if not result or op == "arith.cmpi":
             continue
         names = re.findall(NAME, operands)
+        if op in ("arith.fptosi", "tt.bitcast") or made_of_floats & set(names):
+            known[name] = Range(0, 0)
+            made_of_floats.add(name)
+            continue
         if op == "tt.get_program_id":
             known[name] = Range(0, programs - 1)
         elif op == "tt.get_num_programs":
@@ -143,9 +150,6 @@ def overflows(text, sizes, programs, loaded, blocks=0):
         elif op in SAME:
             known[name] = Range(0, 1) if re.search(r"\bi1>? to|xi1> to", types) else known[names[0]]
             read |= {name} if names[0] in read else set()
-        elif op == "tt.bitcast":
-            # of a float: as an offset, that would be seen
-            known[name] = Range(-(2**31), 2**31 - 1)
         elif op == "arith.select":
             a, b = known[names[-2]], known[names[-1]]
             known[name] = Range(min(a.low, b.low), max(a.high, b.high))

@@ -77,6 +77,8 @@ CASES = [
     Case("recurrent_gla", poison=np.inf),
     Case("recurrent_gla", "resets", state=False),
     Case("recurrent_gla", "strong", reverse=True, poison=-np.inf),
+    Case("recurrent_gla", "shipped", poison=np.inf),
+    Case("recurrent_gla", "shipped", dtype="bfloat16", reverse=True, state=False),
     Case("recurrent_gla", dtype="bfloat16", reverse=True, state=False),
     Case("recurrent", value_gates=True),
     Case("delta_rule", reverse=True, state=False),

@@ -115,6 +115,8 @@ GATES = [
     ("head", "resets"),
     ("key", "mild"),
     ("key", "resets"),
+    ("key", "shipped"),
+    ("key", "in turn"),
 ]
 
 
@@ -147,7 +149,7 @@ def test_across_heads(monkeypatch, gate):
     check(replace(BASE, decay="head", gate=gate, shared=(1, 1, 4), V=64, T=1152, reverse=gate == "mixed"))
 
 
-@pytest.mark.parametrize("gate", ["unscaled", "strong", "fierce", "mixed"])
+@pytest.mark.parametrize("gate", ["unscaled", "strong", "fierce", "mixed", "shipped", "all -6", "in turn"])
 def test_any_gate(gate):
     check(replace(BASE, gate=gate))
 
@@ -189,7 +191,9 @@ WIDE = [(256, 512), (512, 128), (512, 512), (300, 520)]
 
 
 @pytest.mark.parametrize("dims", WIDE, ids=str)
-@pytest.mark.parametrize("decay, gate", [("none", "mild"), ("head", "unscaled"), ("key", "mild"), ("key", "resets")])
+@pytest.mark.parametrize(
+    "decay, gate", [("none", "mild"), ("head", "unscaled"), ("key", "mild"), ("key", "resets"), ("key", "shipped")]
+)
 def test_wide_dims(decay, gate, dims):
     check(replace(BASE, decay=decay, gate=gate, B=1, T=150, H=2, Hkv=2, K=dims[0], V=dims[1], scale=dims[0] ** -0.5))
 
@@ -272,14 +276,15 @@ def test_float16_overflows_nowhere_in_between(decay, gate, factors):
         assert_close(got, wanted, 2e-3)
 
 
-@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("decay, bounded", [("head", False), ("key", False), ("key", True)])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("memory", [configs.LARGE, configs.MEDIUM, configs.SMALL])
-def test_every_configuration(monkeypatch, memory, dim, wide, decay):
+def test_every_configuration(monkeypatch, memory, dim, wide, decay, bounded):
     """Those for other chips run here too, only not at their best."""
     monkeypatch.setattr(configs, "MEMORY", {_launch.capability(): memory})
-    case = replace(BASE, B=1, H=2, Hkv=2, T=150, K=dim, V=dim, decay=decay, gate="unscaled" if wide else "strong")
+    gate = "shipped" if bounded else "unscaled" if wide else "strong"
+    case = replace(BASE, B=1, H=2, Hkv=2, T=150, K=dim, V=dim, decay=decay, gate=gate)
     check(replace(case, dtype="float32" if wide else "bfloat16"))
 
 

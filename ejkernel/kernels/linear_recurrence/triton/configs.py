@@ -6,6 +6,8 @@ from ejkernel.kernels._launch import Tile
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 
 _OF_64_ROWS = Tile(64)
+_OF_64_ROWS_8_WARPS = Tile(64, warps=8)
+_OF_128_ROWS = Tile(128, warps=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class Config:
         output: The walk that gives the output, and the value's gradient.
         gradient: The walks that give the query's and the key's gradient.
         exact: The exact path of strong key gates; its gradients take twice the warps.
+        bounded: Scores of bounded key gates; its rows are the key dims that a program takes at once.
+        bounded_gradients: The same of their gradients.
         step: The token-by-token kernel.
         fill: Programs that occupy the chip; fewer, and time is cut in segments.
         head_gate_gradient: Instead of `gradient` where one gate a head has a gradient, whose row dots leave the chip
@@ -40,6 +44,8 @@ class Config:
     output: Tile
     gradient: Tile
     exact: Tile = _OF_64_ROWS
+    bounded: Tile = _OF_128_ROWS
+    bounded_gradients: Tile = _OF_64_ROWS_8_WARPS
     step: Tile = _OF_64_ROWS
     fill: int
     head_gate_gradient: Tile | None = None

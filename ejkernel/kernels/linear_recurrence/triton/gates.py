@@ -1,7 +1,7 @@
 """Gates on their way to the walks and back: the launches that fold them, and those that give their gradient."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,10 @@ from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.triton.launching import F32
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.xla_utils.utils import cdiv
+
+# Heads that a program of bounded gates goes through, where any is flagged and programs are many: fewer heads fill the
+# chip more evenly, more are fewer programs that find nothing to do.
+HEADS_OF_BOUNDED = 4
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +100,20 @@ def _heads_at_once(heads: int) -> int:
     return math.gcd(heads, 8)
 
 
+def _of_bounded(launcher: Launcher, tile: Tile, length: int, parts: bool = False) -> tuple[int, dict[str, int]]:
+    """Programs of a kernel of bounded gates over blocks of `length` tokens, and how it is cut.
+
+    That is key dims at once, which make `parts` with programs of their own or not; dims of each row that a thread has,
+    which are two at least, as Triton would give threads tokens first; and heads.
+    """
+    call, config = launcher.call, launcher.config
+    width = min(tile.rows, padded(call.key_dim))
+    programs = launcher.blocks(length) * call.heads * (cdiv(call.key_dim, width) if parts else 1)
+    heads = math.gcd(call.heads, HEADS_OF_BOUNDED) if programs >= 4 * HEADS_OF_BOUNDED * config.fill else 1
+    dims = max(2, config.chunk * width // (32 * tile.warps * 8))
+    return programs // heads, {"key_block": width, "dims": dims, "log_rows": 3, "heads_at_once": heads}
+
+
 def _rows(launcher: Launcher, tile: Tile, dims: int) -> dict[str, int]:
     """Key dims that the exact path takes at once, and log₂ of the rows that a thread has, with so many dims of each."""
     width = min(tile.rows, padded(launcher.call.key_dim))
@@ -141,21 +159,35 @@ def fold_key_gates(
         limit=limit or config.limit,
         **shared,
     )
-    gates = {"factors": found.factors, "late": found.late, "flag": found.flag, "any_flag": found.any_flag}
+    gates = Gates(factors=found.factors, late=found.late, flag=found.flag, any_flag=found.any_flag)
     if limit:
-        return found.q_hat, found.k_hat, Gates(**gates)
+        return found.q_hat, found.k_hat, gates
+    scores = {**hats, "score": launcher.kept(chunk, dtype=dtype)}
+    programs, cut = _of_bounded(launcher, config.bounded, chunk)
+    bounded = launcher.launch(
+        device("bounded_key_gates").bounded_scores,
+        given | {"any_flag": found.any_flag},
+        {**scores, "factors": shape(*found.factors.shape), "flag": launcher.flags()},
+        programs=programs,
+        tile=config.bounded,
+        in_place={name: getattr(found, name) for name in ("q_hat", "k_hat", "factors", "flag")},
+        **cut,
+        **shared,
+    )
     exact = launcher.launch(
         device("strong_key_gates").exact_scores,
-        given | {"flag": found.flag, "any_flag": found.any_flag},
-        {**hats, "score": launcher.kept(chunk, dtype=dtype)},
+        given | {"flag": bounded.flag, "any_flag": found.any_flag},
+        scores,
         programs=chunks * heads // _heads_at_once(heads),
         tile=config.exact,
-        in_place={"q_hat": found.q_hat, "k_hat": found.k_hat},
+        in_place={name: getattr(bounded, name) for name in scores},
         heads_at_once=_heads_at_once(heads),
+        bounded=True,
         **_rows(launcher, config.exact, 4),
         **shared,
     )
-    return exact.q_hat, exact.k_hat, Gates(within=exact.score, **gates)
+    gates = replace(gates, within=exact.score, factors=bounded.factors, flag=bounded.flag)
+    return exact.q_hat, exact.k_hat, gates
 
 
 def _exact_gradients(
@@ -163,44 +195,83 @@ def _exact_gradients(
     x: Inputs,
     gates: Gates,
     d_output: jax.Array,
-    dq_hat: jax.Array,
-    dk_hat: jax.Array,
-    d_query: jax.ShapeDtypeStruct,
-    d_key: jax.ShapeDtypeStruct,
+    hats: Hats,
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    bounded: Any = None,
 ) -> Any:
-    """Summands of the gates' gradient, in place of dq̂, and gradients of query and key, all of flagged chunks alone."""
+    """Summands of the gates' gradient, in place of dq̂, and gradients of query and key, all of flagged chunks alone.
+
+    Of the bounded ones among them `bounded` may have them, and then this completes it.
+    """
     call, config = launcher.call, launcher.config
     chunk, heads = config.chunk, _heads_at_once(call.heads)
     programs = launcher.blocks(chunk) * call.heads // heads
     # three tiles are added up at once, where the scores are one
     tile = Tile(config.exact.rows, warps=2 * config.exact.warps)
+    before = {"summand": hats.d_query}
+    if bounded:
+        before = {name: getattr(bounded, name) for name in ("summand", "d_query", "d_key")}
     return launcher.launch(
         device("strong_key_gates").exact_gradients,
-        {
-            **{"query": x.query, "key": x.key, "value": x.value, "gate": x.log_decay, "d_output": d_output},
-            **{"flag": gates.flag, "any_flag": gates.any_flag, "dq_hat": dq_hat, "dk_hat": dk_hat},
-        },
-        {
-            "summand": shape(*dq_hat.shape),
-            "d_query": d_query,
-            "d_key": d_key,
-            # where each program keeps the gradients of a chunk's scores
-            "d_score": shape(programs, chunk, chunk),
-        },
+        _given(x, gates, d_output, hats._replace(d_query=before["summand"])),
+        # and where each program keeps the gradients of a chunk's scores
+        outputs | {"d_score": shape(programs, chunk, chunk)},
         programs=programs,
         tile=tile,
         length=chunk,
-        in_place={"summand": dq_hat},
+        in_place=before,
         heads_at_once=heads,
-        parts=dq_hat.shape[-1] // call.key_dim,
-        query_heads=x.query.shape[2],
-        key_heads=x.key.shape[2],
-        value_heads=x.value.shape[2],
-        output_heads=d_output.shape[2],
-        start=x.initial_state is not None,
-        value_block=min(2 * config.exact.rows, padded(call.value_dim)),
+        bounded=bounded is not None,
+        **_sizes(launcher, x, d_output, hats),
         **_rows(launcher, tile, 2),
     )
+
+
+def _bounded_gradients(
+    launcher: Launcher,
+    x: Inputs,
+    gates: Gates,
+    d_output: jax.Array,
+    hats: Hats,
+    outputs: dict[str, jax.ShapeDtypeStruct],
+) -> Any:
+    """What `_exact_gradients` gives, of bounded chunks alone, and gates' gradients where a group has no others."""
+    tile, length = launcher.config.bounded_gradients, launcher.config.chunk * launcher.plan.group
+    programs, cut = _of_bounded(launcher, tile, length, parts=True)
+    assert x.log_decay is not None
+    return launcher.launch(
+        device("bounded_key_gates").bounded_gradients,
+        _given(x, gates, d_output, hats) | {"met": hats.met},
+        outputs | {"d_gate": shape(*x.log_decay.shape, dtype=x.log_decay.dtype)},
+        programs=programs,
+        tile=tile,
+        length=length,
+        in_place={"summand": hats.d_query},
+        met_parts=hats.met.shape[2],
+        **cut,
+        **_sizes(launcher, x, d_output, hats),
+    )
+
+
+def _given(x: Inputs, gates: Gates, d_output: jax.Array, hats: Hats) -> dict[str, Any]:
+    """What gradients of flagged chunks are made of."""
+    return {
+        **{"query": x.query, "key": x.key, "value": x.value, "gate": x.log_decay, "d_output": d_output},
+        **{"flag": gates.flag, "any_flag": gates.any_flag, "dq_hat": hats.d_query, "dk_hat": hats.d_key},
+    }
+
+
+def _sizes(launcher: Launcher, x: Inputs, d_output: jax.Array, hats: Hats) -> dict[str, Any]:
+    """The sizes of that, and how much of it is loaded at once."""
+    return {
+        "parts": hats.d_query.shape[-1] // launcher.call.key_dim,
+        "query_heads": x.query.shape[2],
+        "key_heads": x.key.shape[2],
+        "value_heads": x.value.shape[2],
+        "output_heads": d_output.shape[2],
+        "start": x.initial_state is not None,
+        "value_block": min(2 * launcher.config.exact.rows, padded(launcher.call.value_dim)),
+    }
 
 
 def unfold_queries(
@@ -208,8 +279,10 @@ def unfold_queries(
 ) -> jax.Array:
     """The gradient of the query alone, from that of the folded query; of what the query is, nothing is used."""
     result = shape(*dq_hat.shape, dtype=launcher.call.dtype)
-    # anything may stand for the gradient of the key
-    exact = _exact_gradients(launcher, x, gates, d_output, dq_hat, k_hat, result, result)
+    outputs = {"summand": shape(*dq_hat.shape), "d_query": result, "d_key": result}
+    # anything may stand for what is of the key
+    hats = Hats(k_hat, k_hat, dq_hat, k_hat, k_hat)
+    exact = _exact_gradients(launcher, x, gates, d_output, hats, outputs)
     return unfold_rows(launcher, x.log_decay, gates, exact.summand, exact.d_query)
 
 
@@ -235,8 +308,10 @@ def unfold_rows(
 def unfold_key_gates(launcher: Launcher, x: Inputs, gates: Gates, d_output: jax.Array, hats: Hats, dtype: Any) -> Any:
     """Gradients of query, key and key gates from those of the folded query and key."""
     d_query = d_key = launcher.rows(launcher.call.key_dim, dtype)
-    exact = _exact_gradients(launcher, x, gates, d_output, hats.d_query, hats.d_key, d_query, d_key)
-    flagged = {"d_query": exact.d_query, "d_key": exact.d_key}
+    outputs = {"summand": shape(*hats.d_query.shape), "d_query": d_query, "d_key": d_key}
+    bounded = _bounded_gradients(launcher, x, gates, d_output, hats, outputs)
+    exact = _exact_gradients(launcher, x, gates, d_output, hats, outputs, bounded)
+    flagged = {"d_query": exact.d_query, "d_key": exact.d_key, "d_gate": bounded.d_gate}
     return unfold_all(launcher, x.log_decay, gates, hats._replace(d_query=exact.summand), d_query, d_key, flagged)
 
 
@@ -249,7 +324,7 @@ def unfold_all(
     d_key: jax.ShapeDtypeStruct,
     flagged: dict[str, jax.Array] | None = None,
 ) -> Any:
-    """Gradients of query, key and gates; those of query and key may be there of flagged chunks."""
+    """Gradients of query, key and gates; of flagged chunks they may be there."""
     call, config = launcher.call, launcher.config
     assert log_decay is not None
     group = config.chunk * launcher.plan.group
@@ -270,4 +345,5 @@ def unfold_all(
         key_block=width,
         parts=hats.d_query.shape[-1] // call.key_dim,
         met_parts=hats.met.shape[2],
+        bounded=flagged is not None,
     )

@@ -14,7 +14,10 @@ from ejkernel.kernels.linear_recurrence.call import Call, Decay
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("across_heads", "head_gates", "key_gates", "row_dots", "segments", "strong_key_gates", "walk")
+_NAMES = (
+    *("across_heads", "bounded_key_gates", "head_gates", "key_gates", "row_dots", "segments", "strong_key_gates"),
+    "walk",
+)
 DEVICE = {name: f"ejkernel.kernels.linear_recurrence.triton.device.{name}" for name in _NAMES}
 
 
@@ -55,6 +58,7 @@ class Walk:
     both: bool  # key and value dims decay
     flat: bool  # numbers are added up at once, not by rows first, which Triton 3.6 has no code for on Blackwell
     strong: bool = False
+    apart: bool = False  # with key gates, programs whose chunks are all flagged have a kernel of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,8 @@ class Constants:
     value_block: int = 0
     head_block: int = 0
     heads_at_once: int = 0
+    dims: int = 0  # of a row that a thread has
+    bounded: bool = False  # chunks of bounded gates are left to kernels of their own
     log_rows: int = 0  # of a chunk, that a thread has, to base 2
     parts: int = 1  # in which an array comes, to be added up
     met_parts: int = 1

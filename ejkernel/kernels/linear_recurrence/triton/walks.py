@@ -17,6 +17,11 @@ Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
 Segments = tuple[jax.Array, jax.Array]  # states that time segments add `[segments, H, K, V]`, and their decays
 
 
+# Whether walks whose key gates are flagged in all chunks are left to a kernel of their own, with its scores fetched
+# ahead: an empty launch more where none are, for the output and the value's gradient.
+APART = True
+
+
 class Border(StrEnum):
     """What a walk stores at the later end of each group of chunks."""
 
@@ -129,7 +134,8 @@ def walk(
     given |= {"other": None if other is None else other.factors, "start": start, "d_state": meets}
     by_token = w is not None and decay == "head" and launcher.by_token
     before: dict[str, jax.Array] | None = None
-    for strong in (False, True) if decay == "head" else (False,):
+    apart = APART and decay == "key" and role in ("output", "dvalue") and other is None and not call.segmented
+    for strong in (False, True) if decay == "head" or apart else (False,):
         kernel, timed = device("walk").walk, tile
         if by_token and not strong:
             # two programs a multiprocessor have room for three stages
@@ -146,7 +152,7 @@ def walk(
             length=plan.segment,
             # the second kernel completes what the first one has left out
             in_place=before,
-            walk=replace(cut, strong=strong),
+            walk=replace(cut, strong=strong, apart=apart),
             decay=decay,
             reverse=reverse,
             start=start is not None,

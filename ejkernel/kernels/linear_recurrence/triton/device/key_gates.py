@@ -1,13 +1,15 @@
 """Device code for one decay a key dim: gates folded into queries and keys, and their gradient.
 
 A chunk's gates are folded against one reference in its middle: `q̂ = q e^{A_t - A_r}`, `k̂ = k e^{A_r - A_s}`. Where the
-gates of half a chunk are too strong for that, the chunk is flagged: `q̂ = q e^{A_t}`, `k̂ = k e^{A_C - A_s}`.
+gates of half a chunk are too strong for that, the chunk is flagged: `q̂ = q e^{A_t}`, `k̂ = k e^{A_C - A_s}`, which come
+from `bounded_key_gates` or `strong_key_gates`.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.bounded_gates import BOUNDED
+from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E
 from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     CUT,
@@ -105,8 +107,67 @@ def fold_half(
 
 
 @triton.jit
+def is_surely_strong(p, chunk, i_first, n_rows, i_h, o_k, m_k, CALL: tl.constexpr):
+    """Whether gates of a chunk's later half come to more than the limit, from no more of them than it takes to say so.
+
+    It reads on as long as the rows so far come to their share of the limit. Of mild gates these are the first eight,
+    and that they do not says nothing.
+    """
+    H: tl.constexpr = CALL.heads
+    K: tl.constexpr = CALL.key_dim
+    HALF: tl.constexpr = CALL.chunk // 2
+    SIGN: tl.constexpr = -1 if CALL.flip else 1
+    b_sum = tl.zeros(o_k.shape, tl.float32)
+    n_looked = 0
+    bits = 0.0
+    # a NaN ends it
+    while (n_looked < HALF) & (bits * HALF >= CALL.limit * n_looked) & (bits <= CALL.limit):
+        for _ in tl.static_range(2):
+            i0 = chunk.i_row + HALF + n_looked
+            m0, m1, m2, m3 = rows_below(i0 + 3, chunk.n_read, m_k)
+            o_gate = (token_of(i_first, n_rows, i0, CALL.flip) * H + i_h) * K + o_k
+            g0, g1, g2, g3 = load_four(p.gate, o_gate, SIGN * H * K, m3, m2, m1, m0)
+            b_sum += ((g0 + g1) + (g2 + g3)) * LOG2E
+            n_looked += 4
+        bits = tl.max(tl.abs(b_sum), 0)
+    # gates that grow may come to less by the end, which is flagged either way; by far more than sums are off by
+    return bits > CALL.limit * 1.0001
+
+
+@triton.jit
+def store_factors(p, chunk, i_chunk, o_k, b_before, b_after, b_before_back, b_after_back, CALL: tl.constexpr):
+    """Decays of a state until a chunk's rows meet it and from there on, and the same of what walks in reverse."""
+    K: tl.constexpr = CALL.key_dim
+    m_early = o_k < K
+    m_late = m_early
+    if CALL.listed:
+        # of those chunks that take a state, and that leave one
+        m_early = m_early & ((chunk.entry & (REAL | CUT)) == REAL)
+        m_late = m_late & ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
+    p_row = p.factors + i_chunk * ((5 if CALL.listed else 4) * K) + o_k
+    if CALL.listed:
+        tl.store(p_row + 4 * K, tl.full(o_k.shape, 1.0, tl.float32), mask=o_k < K)
+    tl.store(p_row, b_before, mask=m_early)
+    tl.store(p_row + K, b_after, mask=m_late)
+    tl.store(p_row + 2 * K, b_before_back, mask=m_late)
+    tl.store(p_row + 3 * K, b_after_back, mask=m_early)
+
+
+@triton.jit
 def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
     """What `fold_gates` gives, of one chunk; a listed one's flag is left to the caller."""
+    o_k = tl.arange(0, CALL.key_block)
+    is_flagged = is_surely_strong(p, chunk, i_first, n_rows, i_h, o_k, o_k < CALL.key_dim, CALL)
+    if is_flagged == 0:
+        is_flagged = fold_as_mild(p, chunk, i_first, n_rows, i_h, i_chunk, CALL)
+    if not CALL.listed:
+        tl.store(p.flag + i_chunk, is_flagged.to(tl.int32))
+    return is_flagged
+
+
+@triton.jit
+def fold_as_mild(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
+    """Folds a chunk's gates against its middle; returns whether they are too strong for that."""
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     HALF: tl.constexpr = CALL.chunk // 2
@@ -117,33 +178,20 @@ def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
     i_row = chunk.i_row
     n_read = chunk.n_read
     i_gate = 1
-    m_early = m_k
-    m_late = m_k
     if CALL.listed:
         i_gate = first_gate(chunk, CALL)
-        # of those chunks that take a state, and that leave one
-        m_early = m_k & ((chunk.entry & (REAL | CUT)) == REAL)
-        m_late = m_k & ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
     b_early, b_most = fold_half(p, i_first, n_rows, n_read, i_row, i_gate, i_h, i_qh, i_kh, o_k, m_k, HALF, False, CALL)
     b_late, b_most_late = fold_half(
         p, i_first, n_rows, n_read, i_row, i_gate, i_h, i_qh, i_kh, o_k, m_k, HALF, True, CALL
     )
-    is_exact = tl.max(tl.maximum(b_most, b_most_late), 0) > CALL.limit
-    if not CALL.listed:
-        tl.store(p.flag + i_chunk, is_exact.to(tl.int32))
-        tl.store(p.late + i_chunk * K + o_k, b_late, mask=m_k)
-    # a flagged chunk's k̂ and q̂ carry the decay to its ends already
-    b_all = tl.exp2(tl.minimum(b_early + b_late, MOST))
-    b_first = tl.where(is_exact, b_all, tl.exp2(b_early))
-    b_second = tl.where(is_exact, 1.0, tl.exp2(b_late))
-    p_pair = p.factors + i_chunk * ((5 if CALL.listed else 4) * K) + o_k
-    if CALL.listed:
-        tl.store(p_pair + 4 * K, tl.full(o_k.shape, 1.0, tl.float32), mask=m_k)
-    tl.store(p_pair, b_first, mask=m_early)
-    tl.store(p_pair + K, b_second, mask=m_late)
-    tl.store(p_pair + 2 * K, tl.where(is_exact, b_all, b_second), mask=m_late)
-    tl.store(p_pair + 3 * K, tl.where(is_exact, 1.0, b_first), mask=m_early)
-    return is_exact
+    is_flagged = tl.max(tl.maximum(b_most, b_most_late), 0) > CALL.limit
+    if is_flagged == 0:
+        if not CALL.listed:
+            tl.store(p.late + i_chunk * K + o_k, b_late, mask=m_k)
+        b_first = tl.exp2(b_early)
+        b_second = tl.exp2(b_late)
+        store_factors(p, chunk, i_chunk, o_k, b_first, b_second, b_second, b_first, CALL)
+    return is_flagged
 
 
 @triton.jit
@@ -157,7 +205,10 @@ def first_gate(chunk, CALL: tl.constexpr):
 
 @triton.jit
 def fold_gates(p, CALL: tl.constexpr):
-    """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag."""
+    """Streams q, k and the gates of a chunk once; writes q̂, k̂, the state's decays through the chunk, and the flag.
+
+    Of a flagged chunk it writes nothing else that is of use, and reads little where it is seen early.
+    """
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     i_program = tl.program_id(0)
@@ -248,10 +299,37 @@ def unfold_rows(p, CALL: tl.constexpr):
 
 
 @triton.jit
+def is_bounded_group(p, i_chunk, n_chunks, i_h, CALL: tl.constexpr):
+    """Whether all chunks of a group and head are bounded: `bounded_gradients` then gives the gates' gradient as well.
+
+    `i_chunk` is the first of them. Of listed chunks it never is.
+    """
+    o_g = tl.arange(0, CALL.group)
+    m_here = o_g < n_chunks
+    if CALL.listed:
+        m_here = m_here & (n_chunks < 0)
+    b_flag = tl.load(p.flag + (i_chunk + o_g) * CALL.heads + i_h, mask=m_here, other=0)
+    n_bounded = tl.sum((b_flag == BOUNDED).to(tl.int32), 0)
+    return (n_bounded == n_chunks) & (n_bounded > 0)
+
+
+@triton.jit
+def load_met(p, i_group, o_k, CALL: tl.constexpr):
+    """⟨S, dS⟩ of key dims at the end of a group, scaled."""
+    MET: tl.constexpr = CALL.met_parts
+    b_met = tl.zeros(o_k.shape, tl.float32)
+    for i_part in tl.static_range(MET):
+        p_met = p.met + (i_group.to(tl.int64) * MET + i_part) * CALL.key_dim + o_k
+        b_met += tl.load(p_met, mask=o_k < CALL.key_dim, other=0.0)
+    return b_met * CALL.scale
+
+
+@triton.jit
 def unfold_gates(p, CALL: tl.constexpr):
     """dq and dk from dq̂ and dk̂, and the gates' gradient: sums to the end of a group of q·dq - k·dk and S·dS there.
 
-    Of a flagged chunk, dq and dk are there already and dq̂ holds the summands. dq̂ and dk̂ come in parts to be added, of
+    Of a flagged chunk, dq and dk are there already and dq̂ holds the summands; of a group whose chunks are all bounded,
+    all is there. dq̂ and dk̂ come in parts to be added, of
     which the first holds those, and S·dS in MET parts.
     """
     H: tl.constexpr = CALL.heads
@@ -260,7 +338,6 @@ def unfold_gates(p, CALL: tl.constexpr):
     C: tl.constexpr = CALL.chunk
     G: tl.constexpr = CALL.group
     PARTS: tl.constexpr = CALL.parts
-    MET: tl.constexpr = CALL.met_parts
     SIGN: tl.constexpr = 1 if CALL.flip else -1
     NK: tl.constexpr = (K + BK - 1) // BK
     i_program = tl.program_id(0) // NK
@@ -274,19 +351,20 @@ def unfold_gates(p, CALL: tl.constexpr):
     n_chunks = tl.minimum(tl.cdiv(n_rows, C) - i_j * G, G)
     if CALL.listed:
         i_from, n_chunks = listed_from(i_n, i_from, n_chunks, p, CALL)
+    if CALL.bounded and not CALL.listed:
+        n_chunks = tl.where(is_bounded_group(p, i_chunk0 + i_from, n_chunks, i_h, CALL), 0, n_chunks)
     b_sum = tl.zeros([BK], tl.float32)
     if n_chunks > 0:
         i_last = (i_chunk0 + i_j * G + n_chunks - 1) * H + i_h
         last = visit(i_from + n_chunks - 1, i_n, n_rows, n_read, p, CALL)
         if CALL.listed:
             i_last = (i_chunk0 + last.i_c) * H + i_h
-        for i_part in tl.static_range(MET):
-            b_sum += tl.load(p.met + (i_program.to(tl.int64) * MET + i_part) * K + o_k, mask=m_k, other=0.0)
+        b_sum = load_met(p, i_program, o_k, CALL)
         b_reach = tl.load(p.factors + i_last * ((5 if CALL.listed else 4) * K) + 2 * K + o_k, mask=m_k, other=1.0)
         if CALL.listed:
             # padding passes on what it is given
             b_reach = tl.where((last.entry & REAL) != 0, b_reach, 1.0)
-        b_sum = b_sum * CALL.scale / tl.where(load_flag(p.flag, last, i_last, i_h, p, CALL) != 0, 1.0, b_reach)
+        b_sum = b_sum / tl.where(load_flag(p.flag, last, i_last, i_h, p, CALL) != 0, 1.0, b_reach)
     for i_step in range(0, n_chunks):
         chunk = visit(i_from + n_chunks - 1 - i_step, i_n, n_rows, n_read, p, CALL)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h

@@ -25,6 +25,17 @@ def any_flagged(p_flag, i_chunk, n_chunks, i_h, H: tl.constexpr):
 
 
 @triton.jit
+def all_flagged(p_flag, i_chunk, n_chunks, i_h, H: tl.constexpr):
+    """Whether all of a head's `n_chunks` chunks from `i_chunk` on are flagged, and there is one."""
+    o_flag = tl.arange(0, 64)
+    b_mild = tl.zeros([64], tl.int32)
+    for i_step in range(0, n_chunks, 64):
+        p_flags = p_flag + (i_chunk + i_step + o_flag) * H + i_h
+        b_mild = b_mild | (tl.load(p_flags, mask=i_step + o_flag < n_chunks, other=1) == 0).to(tl.int32)
+    return (tl.max(b_mild, 0) == 0) & (n_chunks > 0)
+
+
+@triton.jit
 def mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
     """Marks the listed chunks, `n_steps` from the `i_from`-th on, of sequences in which some chunk is flagged.
 

@@ -7,6 +7,7 @@ decay is the product of its tokens' own, which are the only powers computed.
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.device.bounded_gates import STRONG
 from ejkernel.kernels.chunks.triton.device.gates import scaled
 from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
@@ -19,19 +20,18 @@ from ejkernel.kernels.chunks.triton.device.places import (
     token_of,
     visit,
 )
+from ejkernel.kernels.chunks.triton.device.rows import climb, held_as_loaded, is_late, join_rows, sibling, split_rows
 from ejkernel.kernels.linear_recurrence.triton.device.key_gates import first_gate
-from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import (
-    climb,
-    held_as_loaded,
-    is_late,
-    join_rows,
-    load_chunk,
-    mask_rows,
-    place_rows,
-    sibling,
-    split_rows,
-    spread_rows,
-)
+from ejkernel.kernels.linear_recurrence.triton.device.strong_rows import load_chunk, mask_rows, place_rows, spread_rows
+
+
+@triton.jit
+def is_taken(b_flag, CALL: tl.constexpr):
+    """Whether flags are of chunks that take the exact path: where `CALL.bounded`, bounded ones have their own."""
+    if CALL.bounded:
+        return (b_flag & STRONG) != 0
+    else:
+        return b_flag != 0
 
 
 @triton.jit
@@ -39,7 +39,10 @@ def heads_to_visit(p, CALL: tl.constexpr):
     """How many heads a program goes through: none where, as most often, none of its heads is flagged."""
     HEADS: tl.constexpr = CALL.heads_at_once
     p_flag = p.any_flag if CALL.listed else p.flag
-    return tl.max(tl.load(p_flag + tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)), 0) * HEADS
+    b_flag = tl.load(p_flag + tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS))
+    if not CALL.listed:
+        b_flag = is_taken(b_flag, CALL).to(tl.int32)
+    return tl.max(b_flag, 0) * HEADS
 
 
 @triton.jit
@@ -111,14 +114,16 @@ def exact_scores(p, CALL: tl.constexpr):
             i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
             for i in range(i_from, i_from + n_listed):
                 chunk = visit(i, i_n, n_rows, n_read, p, CALL)
-                is_flagged = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL)
-                if is_flagged != 0:
+                flag = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL)
+                if is_taken(flag, CALL):
+                    is_flagged = tl.minimum(flag, 1)
                     exact_scores_of(p, chunk, i_first, n_rows, i_h, i_chunk, is_flagged, CALL)
         else:
-            # 1 or 0. The dots below are loops of so many turns: only from one turn to the next does an operand that was
-            # computed stay in shared memory, and both of theirs are one tile.
-            is_flagged = tl.load(p.flag + i_chunk)
-            if is_flagged != 0:
+            # The dots below are loops of one turn, which the compiler must not know: only from one turn to the next
+            # does an operand that was computed stay in shared memory, and both of theirs are one tile.
+            flag = tl.load(p.flag + i_chunk)
+            if is_taken(flag, CALL):
+                is_flagged = tl.minimum(flag, 1)
                 i_n, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
                 chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
                 exact_scores_of(p, chunk, i_first, n_rows, i_h, i_chunk, is_flagged, CALL)
@@ -283,12 +288,14 @@ def exact_gradients(p, CALL: tl.constexpr):
             i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
             for i in range(i_from, i_from + n_listed):
                 chunk = visit(i, i_n, n_rows, n_read, p, CALL)
-                is_flagged = load_flag(p.flag, chunk, i_program, i_h, p, CALL)
-                if is_flagged != 0:
+                flag = load_flag(p.flag, chunk, i_program, i_h, p, CALL)
+                if is_taken(flag, CALL):
+                    is_flagged = tl.minimum(flag, 1)
                     exact_gradients_of(p, p_dscore, chunk, i_first, n_rows, i_h, is_flagged, CALL)
         else:
-            is_flagged = tl.load(p.flag + i_program.to(tl.int64))
-            if is_flagged != 0:
+            flag = tl.load(p.flag + i_program.to(tl.int64))
+            if is_taken(flag, CALL):
+                is_flagged = tl.minimum(flag, 1)
                 i_n, i_c, i_first, n_rows, n_read = locate(i_program // H, p, CHUNKS, C, CALL)
                 chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
                 exact_gradients_of(p, p_dscore, chunk, i_first, n_rows, i_h, is_flagged, CALL)

@@ -28,6 +28,7 @@ from ejkernel.kernels.chunks.triton.device.places import (
 )
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.linear_recurrence.triton.device.programs import (
+    all_flagged,
     any_flagged,
     load_factors,
     load_weights,
@@ -58,6 +59,8 @@ def walk(p, CALL: tl.constexpr):
     Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. What it stores at the later
     end of each group of chunks, or for every chunk, `Border` lists.
     With gates of both key and value dims `p.other` has the decays of the value dims, and z and the output are folded.
+    With key gates `CALL.walk.apart` leaves programs whose chunks are all flagged to a second kernel, STRONG: scores are
+    then tiles like the others, which come ahead of their chunk and go to their product as they are.
     Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
     chunk is flagged. What strong gates need would take the registers of the common case. The second one
     adds to the first one's results, in place.
@@ -91,6 +94,8 @@ def walk(p, CALL: tl.constexpr):
     KEYED: tl.constexpr = DECAY == "key"
     # the other side of the state decays too, and no chunk is flagged
     BOTH: tl.constexpr = CALL.walk.both
+    # scores of all chunks are there
+    SCORED: tl.constexpr = KEYED and CALL.walk.strong
     KEY_ROWS: tl.constexpr = KEYED and BY_KEY
     KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
     NX: tl.constexpr = (DX + BX - 1) // BX
@@ -148,6 +153,10 @@ def walk(p, CALL: tl.constexpr):
                 return
             p_mine = p.mine + (((i_n.to(tl.int64) * H + i_h) * NX + i_x) * NZ + i_z) * p.T
             mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL)
+
+    if CALL.walk.apart:
+        if all_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
+            return
 
     b_state = tl.zeros([BZ, BX], tl.float32)
     if CALL.start:
@@ -295,7 +304,10 @@ def walk(p, CALL: tl.constexpr):
                 b_state = b_state * b_before * b_other_before
                 b_seen = b_state
             else:
-                is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
+                # not asked for where it is known, but what a product's operand might need is fetched ahead
+                is_exact = n_steps > 0
+                if not SCORED:
+                    is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
                 b_seen = b_state * tl.where(is_exact, 1.0, b_before)
                 b_state = b_state * b_before
             if BORDER == "seen":
@@ -306,7 +318,16 @@ def walk(p, CALL: tl.constexpr):
         if OUTPUT:
             if DECAY != "none":
                 b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
-            b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
+            if SCORED:
+                p_score = p.within + i_chunk * (C * C) + (o_r[:, None] * C + o_r[None, :])
+                b_score = tl.load(p_score)
+                if not REVERSE:
+                    b_score = tl.trans(b_score)
+                if NX > 1:
+                    # these are of all dims of x, and count once
+                    b_score = tl.where(i_x == 0, b_score, 0.0)
+            else:
+                b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
             if DECAY == "none":
                 # not before, so that this dot need not wait for the last chunk's
                 b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
@@ -328,7 +349,7 @@ def walk(p, CALL: tl.constexpr):
                         # weighed in full, and so rounded alike in the two walks whose row dots are subtracted
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
-            if KEYED and not BOTH:
+            if KEYED and not BOTH and not SCORED:
                 if is_exact:
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
@@ -340,7 +361,7 @@ def walk(p, CALL: tl.constexpr):
                             b_score = tl.where(i_x == 0, b_score, 0.0)
                     else:
                         b_score = tl.zeros([C, C], tl.float32)
-            if DECAY != "constant":
+            if DECAY != "constant" and not SCORED:
                 b_score = tl.where(o_gap >= 0, b_score, 0.0)
             b_score = nearest(b_score.to(b_z.dtype), PRECISION)
             b_out = tl.dot(b_z, b_score, acc=b_out, input_precision=PRECISION)
@@ -390,7 +411,8 @@ def walk(p, CALL: tl.constexpr):
             if DECAY == "constant":
                 b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            if KEYED:
+            # which is 1 where chunks are flagged
+            if KEYED and not SCORED:
                 b_state = b_state * b_after
             if BOTH:
                 b_state = b_state * b_other_after
