@@ -217,7 +217,7 @@ def backward(
         "squares": systems.squares,
     }
     if call.decay == "key":
-        found = _key_gradients(launcher, given | {"strong": folded.strong})
+        found = _key_gradients(launcher, given | {"kinds": folded.kinds})
     else:
         found = _gradients(launcher, given | {"weights": kept.weights, "weak": systems.weak})
     d_query, d_key = _sum_parts(found.d_query, x.query), _sum_parts(found.d_key, x.key)
@@ -256,7 +256,7 @@ def _gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
 def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     call, cut = launcher.call, launcher.by_parts()
-    middle = given["strong"] is not None
+    middle = given["kinds"] is not None
     number = 1 if middle else cdiv(call.key_dim, cut["key_block"])
     flags = (launcher.kept if call.segmented else launcher.chunked)(number, dtype=jnp.int32)
     moving = {f"d_{name}": launcher.parts(given[name]) for name in ("query", "key", "gate")}
@@ -264,7 +264,7 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     kernel, cut = device("key_gradients").gradients_keyed, cut | {"look": padded(call.heads * flags.shape[-1])}
     found = launcher.launch(kernel, given, {**moving, **others, "flag": None if middle else flags}, **cut)
     if not middle:
-        given = given | {"strong": found.flag}
+        given = given | {"kinds": found.flag}
     rare: dict[str, Any] = cut | {"programs": cut["programs"] // call.heads}
     before = {name: getattr(found, name) for name in moving}
     strong = launcher.launch(kernel, given, moving, strong=True, in_place=before, **rare)

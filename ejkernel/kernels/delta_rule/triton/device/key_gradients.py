@@ -118,7 +118,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
         if STRONG:
             if not CALL.listed:
                 i_flag = i_chunk if MIDDLE else i_chunk * NK
-            is_here = tl.load(p.strong + (i_flag if MIDDLE else i_flag + i_k)) != 0
+            is_here = tl.load(p.kinds + (i_flag if MIDDLE else i_flag + i_k)) != 0
         else:
             b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, CALL.levels - 1, 0), FINE)
@@ -127,7 +127,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                 # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
                 is_here = True
             elif MIDDLE:
-                is_here = tl.load(p.strong + (i_flag if CALL.listed else i_chunk)) == 0
+                is_here = tl.load(p.kinds + (i_flag if CALL.listed else i_chunk)) == 0
             else:
                 is_here = largest(tl.abs(b_bits), CALL.flat) <= CALL.limit
                 if i_v == 0:
@@ -241,7 +241,7 @@ def gradients_keyed(p, CALL: tl.constexpr):
                     # as many of each head, at its first row
                     EACH: tl.constexpr = FLAGS // H
                     i_row = (block.i_n.to(tl.int64) * H + o_flag // EACH) * p.T + chunk.i_row
-                    b_flag = tl.load(p.strong + i_row * EACH + o_flag % EACH, mask=o_flag < FLAGS, other=0)
+                    b_flag = tl.load(p.kinds + i_row * EACH + o_flag % EACH, mask=o_flag < FLAGS, other=0)
                 if tl.sum(b_flag, 0) > 0:
                     for i_h in range(0, H):
                         if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
@@ -251,7 +251,7 @@ def gradients_keyed(p, CALL: tl.constexpr):
                 block = locate_block(i_block, p, CALL)
                 b_flag = heads_that_coincide(p, i_block, o_flag, block.n_rows - block.i_c * CALL.chunk, CALL)
             else:
-                b_flag = tl.load(p.strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+                b_flag = tl.load(p.kinds + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
             if tl.sum(b_flag, 0) > 0:
                 for i_h in range(0, H):
                     if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
