@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile, padded
+from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.triton.launching import has_few_tokens
 from ejkernel.kernels.chunks.triton.packing import Packing
@@ -16,6 +16,10 @@ from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
 from ejkernel.xla_utils.utils import cdiv
+
+# Of the kernel of gradients of chunks of bounded gates, by blocks of these key dims, and programs that occupy a chip.
+BOUNDED = Tile(32)
+MANY = 512
 
 
 class Inputs(NamedTuple):
@@ -269,10 +273,31 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     before = {name: getattr(found, name) for name in moving}
     strong = launcher.launch(kernel, given, moving, strong=True, in_place=before, **rare)
     found = found._replace(**strong._asdict())
+    if middle:
+        found = _bounded_gradients(launcher, given, cut, found)
     if launcher.constants.keys_may_coincide:
         before = {name: getattr(found, name) for name in (*moving, *others)}
         found = launcher.launch(kernel, given, {**moving, **others}, keys_coincide=True, in_place=before, **rare)
     return found
+
+
+def _bounded_gradients(launcher: Launcher, given: dict[str, Any], cut: dict[str, Any], found: Any) -> Any:
+    """`found`, with what chunks of bounded gates have in it."""
+    before = {name: each for name, each in found._asdict().items() if each is not None}
+    outputs = {name: shape(*each.shape, dtype=each.dtype) for name, each in before.items()}
+    heads, chunks = launcher.call.heads, cut["programs"] // launcher.call.heads
+    # as many heads a program as leave programs for all processors
+    each = next(n for n in range(heads, 0, -1) if heads % n == 0 and (n == 1 or chunks * (heads // n) >= MANY))
+    bounded = launcher.launch(
+        device("bounded_gradients").gradients_bounded,
+        given,
+        outputs,
+        in_place=before,
+        **cut | {"programs": chunks * (heads // each), "look": padded(each), "tile": BOUNDED},
+        part_block=min(BOUNDED.rows, padded(launcher.call.key_dim)),
+        each=each,
+    )
+    return found._replace(**bounded._asdict())
 
 
 def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:

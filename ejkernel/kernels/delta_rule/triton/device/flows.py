@@ -55,3 +55,11 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_late, b_early,
     b_flow -= b_early_key.to(tl.float32) * b_grad
     b_dk += b_grad * b_early
     return b_dq, b_dk, b_flow
+
+
+@triton.jit
+def store_moving(p, o_rows, m_rows, b_dq, b_dk, b_dgate):
+    """Stores gradients of queries, keys and gates."""
+    tl.store(p.d_query + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
+    tl.store(p.d_key + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
+    tl.store(p.d_gate + o_rows, b_dgate.to(p.d_gate.dtype.element_ty), mask=m_rows)

@@ -7,6 +7,7 @@ from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_b
 from ejkernel.kernels.chunks.triton.device.places import (
     after_first_gate,
     load_columns,
+    load_flag,
     locate_block,
     rows_kept,
     visit,
@@ -18,21 +19,12 @@ from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     listed_coincide,
     rest_of,
 )
-from ejkernel.kernels.delta_rule.triton.device.bounded_gradients import of_bounded
-from ejkernel.kernels.delta_rule.triton.device.flows import add_flows, add_pairs, add_up
+from ejkernel.kernels.delta_rule.triton.device.flows import add_flows, add_pairs, add_up, store_moving
 from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_block, of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
 from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED, MILD
 from ejkernel.kernels.delta_rule.triton.device.kinds import STRONG as STRONG_KIND
-
-
-@triton.jit
-def store_moving(p, o_rows, m_rows, b_dq, b_dk, b_dgate):
-    """Stores gradients of queries, keys and gates."""
-    tl.store(p.d_query + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
-    tl.store(p.d_key + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
-    tl.store(p.d_gate + o_rows, b_dgate.to(p.d_gate.dtype.element_ty), mask=m_rows)
 
 
 @triton.jit
@@ -91,8 +83,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                 # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
                 is_here = True
             elif MIDDLE:
-                kind = tl.load(p.kinds + (i_flag if CALL.listed else i_chunk))
-                is_here = kind == MILD
+                is_here = tl.load(p.kinds + (i_flag if CALL.listed else i_chunk)) == MILD
             else:
                 is_here = largest(tl.abs(b_bits), CALL.flat) <= CALL.limit
                 if i_v == 0:
@@ -172,20 +163,17 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
             b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
             b_dgate = tl.where(m_gate[None, :] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
             store_moving(p, i_rows + o_rows, m_rows, b_dq, b_dk, b_dgate)
-        if MIDDLE and not STRONG and not COINCIDE:
-            if kind == BOUNDED:
-                b_state, b_dstate = load_ends(p, chunk, i_chunk, o_v, o_k, CALL)
-                b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
-                b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
-                b_dq, b_dk, b_flow, b_leaving = of_bounded(
-                    b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, b_ut, b_dscore, b_dbelow, o_r, CALL
-                )
-                b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
-                b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
-                b_dgate = tl.where(m_gate[None, :], b_dgate, 0.0)
-                o_rows = o_t[None, :] * (H * NV * K) + o_k[:, None]
-                m_rows = m_write[None, :] & (o_k[:, None] < K)
-                store_moving(p, i_rows + o_rows, m_rows, b_dq, b_dk, b_dgate)
+
+
+@triton.jit
+def of_other_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
+    """`of_chunk`, unless the gates are bounded, which `gradients_bounded` is for."""
+    if CALL.middle:
+        chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+        if load_flag(p.kinds, chunk, block.i_block.to(tl.int64) * CALL.heads + i_h, i_h, p, CALL) != BOUNDED:
+            of_chunk(p, block, i_c, i_h, i_v, CALL)
+    else:
+        of_chunk(p, block, i_c, i_h, i_v, CALL)
 
 
 @triton.jit
@@ -236,4 +224,4 @@ def gradients_keyed(p, CALL: tl.constexpr):
                     if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
                         of_block(p, i_block, i_h, i_v, of_chunk, CALL)
     else:
-        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_chunk, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_other_chunk, CALL)
