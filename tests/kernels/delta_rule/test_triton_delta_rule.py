@@ -126,7 +126,13 @@ def test_bounded_gates(monkeypatch, case, chunk):
 
 @pytest.mark.parametrize(
     "gate, dtype",
-    [("shipped", "float32"), ("in turn", "float32"), ("shipped", "float16"), ("all -6", "float16"), ("in turn", "float16")],
+    [
+        ("shipped", "float32"),
+        ("in turn", "float32"),
+        ("shipped", "float16"),
+        ("all -6", "float16"),
+        ("in turn", "float16"),
+    ],
 )
 def test_bounded_gates_in_other_dtypes(monkeypatch, gate, dtype):
     monkeypatch.setattr(configs, "configure", lambda *_: small(32, 32))

@@ -19,7 +19,17 @@ from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("bounded_gradients", "decays", "folding", "gradients", "key_gates", "key_gradients", "segments", "system", "walk")
+_NAMES = (
+    "bounded_gradients",
+    "decays",
+    "folding",
+    "gradients",
+    "key_gates",
+    "key_gradients",
+    "segments",
+    "system",
+    "walk",
+)
 DEVICE = {name: f"ejkernel.kernels.delta_rule.triton.device.{name}" for name in _NAMES}
 
 # A time segment has at least so many.

@@ -1,4 +1,4 @@
-"""Device code for one gate a key dim, of chunks whose gates are bounded: too strong for one reference, but none extreme.
+"""Device code for one gate a key dim, of chunks whose gates are bounded: too strong for one reference, none extreme.
 
 Such a chunk is taken by blocks of 16 tokens. Tokens of one block meet in its middle, from where 8 tokens' gates can
 still be inverted. Those of two blocks meet dyadically where the later half of 2 or 4 blocks begins, and there no decay
@@ -14,6 +14,7 @@ from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import coincide
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED, STRONG, store_factors
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
+
 # Bits that 8 tokens may forget, which can be inverted.
 BLOCK_LIMIT = tl.constexpr(80.0)
 
@@ -97,7 +98,9 @@ def fold_dims(p, chunk, i_token, i_h, i_chunk, o_k, b_below, b_score, CALL: tl.c
     o_r = tl.arange(0, C)
     m_block = (o_r[:, None] // 16 == o_r[None, :] // 16) & (o_r[:, None] > o_r[None, :])
     # a token's own key crosses no gate
-    b_score = add_scores(b_score, load_tile(p_q, m_row, WHOLE), load_tile(p_k, m_row, WHOLE), o_r[:, None] == o_r[None, :], PRECISION)
+    b_score = add_scores(
+        b_score, load_tile(p_q, m_row, WHOLE), load_tile(p_k, m_row, WHOLE), o_r[:, None] == o_r[None, :], PRECISION
+    )
     b_k = load_tile(p_k, m_row, WHOLE)
     b_write = (b_k * tl.exp2(-b_bits)).to(dtype)
     b_below = add_scores(b_below, (b_k * b_since).to(dtype), b_write, m_block, PRECISION)

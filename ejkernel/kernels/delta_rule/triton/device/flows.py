@@ -1,4 +1,4 @@
-"""Device code for one gate a key dim: what flows between tokens of a chunk, and through gates. Tiles lie [dims, rows]."""
+"""Device code for one gate a key dim: what flows between tokens, and through gates. Tiles lie [dims, rows]."""
 
 import triton
 import triton.language as tl
