@@ -19,6 +19,7 @@ from benchmarks.timing import Row
 class Work(gpu_rows.Work):
     op: str = "gated_delta_rule"
     gate: float = 1 / 16  # times log_sigmoid
+    bound: float | None = None  # gates between 0 and this instead, as Kimi-K3's
 
 
 GATED = Work("gated", bar=0.50, fla=0.84)
@@ -34,6 +35,8 @@ WORKS = [
     replace(PLAIN, name="delta-backward", backward=True, bar=1.9, fla=2.83),
     KDA,
     replace(KDA, name="kda-backward", backward=True, bar=3.0, fla=9.45),
+    replace(KDA, name="kda-bounded", bound=-5.0, bar=0.95, fla=None),
+    replace(KDA, name="kda-bounded-backward", bound=-5.0, backward=True, bar=3.0, fla=None),
     replace(KDA, name="kda-strong", gate=30.0, bar=None, fla=None),
     replace(KDA, name="kda-strong-backward", gate=30.0, backward=True, bar=None, fla=None),
     LONG,
@@ -63,6 +66,8 @@ def inputs(work: Work, seed: int) -> dict[str, jax.Array]:
     if work.op != "delta_rule":
         shape = (*rows, work.K) if work.op == "kda" else rows
         found["g"] = jax.nn.log_sigmoid(jax.random.normal(keys[4], shape)) * work.gate
+        if work.bound is not None:
+            found["g"] = work.bound * jax.nn.sigmoid(jax.random.normal(keys[4], shape))
     if work.state:
         found["initial_state"] = jax.random.normal(keys[5], (work.B, work.H, work.K, work.V))
     if work.backward:

@@ -42,6 +42,7 @@ DELTA_RULE = {
     "delta": "`delta_rule`",
     "gated": "`gated_delta_rule`",
     "kda": "`kda`, mild gates",
+    "kda-bounded": "`kda`, Kimi-K3's gates",
     "kda-strong": "`kda`, strong gates everywhere",
     "gated-long": "`gated_delta_rule`, `B1 T65536`",
     "gated-B32": "`gated_delta_rule`, `B32 T1024`",

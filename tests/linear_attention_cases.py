@@ -10,6 +10,7 @@ GATES = {
     "tiny": lambda random, shape: -1e-4 * random.random(shape),
     "ordinary": lambda random, shape: -np.abs(random.normal(size=shape)),
     "shipped": lambda random, shape: -5 / (1 + np.exp(-random.normal(size=shape))),  # as Kimi-K3's
+    "half shipped": lambda random, shape: 0.5 * GATES["shipped"](random, shape),
     "all -6": lambda random, shape: np.full(shape, -6.0),
     "in turn": lambda random, shape: _in_turn(random, shape),
     "strong": lambda random, shape: -30 * random.random(shape),

@@ -100,6 +100,45 @@ def test_chunks_of_full_size(monkeypatch, per_key):
     check(replace(case, gate="strong" if per_key else "tiny", per_key=per_key))
 
 
+BOUNDED = Case("bounded", tokens=75, gate="shipped", per_key=True, state="each", key_dim=20, value_dim=20, **ONE)
+ROWS_OF_BOUNDED = [
+    BOUNDED,
+    replace(BOUNDED, name="bounded whole", tokens=64, key_dim=32, value_dim=32),
+    replace(BOUNDED, name="bounded without state", tokens=65, state=None, beta="any"),
+    replace(BOUNDED, name="bounded all -6", gate="all -6", tokens=130),
+    replace(BOUNDED, name="bounded in turn", gate="in turn", tokens=150),
+    replace(BOUNDED, name="bounded in turn reverse", gate="in turn", tokens=127, options={"reverse": True}),
+    replace(BOUNDED, name="bounded shared", tokens=63, **{**SHARED, "batch": 1}),
+    replace(BOUNDED, name="bounded packed", gate="in turn", lengths=(3, 0, 70, 33), padding=2),
+    replace(BOUNDED, name="bounded packed reverse", lengths=(63, 1, 65), options={"reverse": True}),
+    replace(BOUNDED, name="bounded between", gate="half shipped", tokens=130),
+    replace(BOUNDED, name="bounded nearly equal keys", keys="nearly equal", beta="replaces", tokens=130),
+]
+
+
+@pytest.mark.parametrize("chunk", [64, 32])
+@pytest.mark.parametrize("case", ROWS_OF_BOUNDED, ids=str)
+def test_bounded_gates(monkeypatch, case, chunk):
+    """As models ship them: chunks by blocks of 16 tokens, beside others by a middle of their own or exactly."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(chunk, 32))
+    check(case, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "gate, dtype",
+    [
+        ("shipped", "float32"),
+        ("in turn", "float32"),
+        ("shipped", "float16"),
+        ("all -6", "float16"),
+        ("in turn", "float16"),
+    ],
+)
+def test_bounded_gates_in_other_dtypes(monkeypatch, gate, dtype):
+    monkeypatch.setattr(configs, "configure", lambda *_: small(32, 32))
+    check(replace(BOUNDED, gate=gate, tokens=40), dtype)
+
+
 ALIKE = Case("alike", tokens=140, keys="nearly equal", key_dim=32, value_dim=32, **ONE)
 
 

@@ -113,9 +113,17 @@ def check_alike(case):
 
 
 @pytest.mark.parametrize("base", [HEAD, KEY], ids=str)
-@pytest.mark.parametrize("gate", ["tiny", "strong", "resets", "seldom", "mixed"])
+@pytest.mark.parametrize(
+    "gate", ["tiny", "strong", "resets", "seldom", "mixed", "half shipped", "shipped", "all -6", "in turn"]
+)
 def test_any_gate(gate, base):
     check(replace(base, gate=gate))
+
+
+@pytest.mark.parametrize("gate", ["shipped", "in turn"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: x["name"])
+def test_bounded_gates(shape, gate):
+    check(replace(KEY, **{**shape, "name": KEY.name, "gate": gate}))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -135,10 +143,11 @@ def test_dtypes(case, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("memory", [configs.LARGE, configs.MEDIUM, configs.SMALL])
-def test_every_configuration(monkeypatch, memory, dim, dtype, base):
+@pytest.mark.parametrize("gate", ["resets", "in turn"])
+def test_every_configuration(monkeypatch, gate, memory, dim, dtype, base):
     """Those for other chips run here too, only not at their best."""
     monkeypatch.setattr(configs, "MEMORY", {_launch.capability(): memory})
-    check(replace(base, batch=1, tokens=150, key_dim=dim, value_dim=dim, gate="resets"), dtype)
+    check(replace(base, batch=1, tokens=150, key_dim=dim, value_dim=dim, gate=gate), dtype)
 
 
 @pytest.mark.parametrize("base", WEAK[1:], ids=str)

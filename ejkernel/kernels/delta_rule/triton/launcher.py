@@ -19,7 +19,17 @@ from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("decays", "folding", "gradients", "key_gates", "key_gradients", "segments", "system", "walk")
+_NAMES = (
+    "bounded_gradients",
+    "decays",
+    "folding",
+    "gradients",
+    "key_gates",
+    "key_gradients",
+    "segments",
+    "system",
+    "walk",
+)
 DEVICE = {name: f"ejkernel.kernels.delta_rule.triton.device.{name}" for name in _NAMES}
 
 # A time segment has at least so many.
@@ -113,6 +123,8 @@ class Launcher(launching.Launcher):
         call: Call, plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, cu_seqlens: jax.Array | None
     ) -> "Launcher":
         config, fine = plan.config, call.dtype == np.float32
+        # float16 has too small a range for that, and float32 more digits than products of that
+        middle = call.decay == "key" and call.dtype == jnp.bfloat16
         constants = Constants(
             heads=call.heads,
             query_heads=query.shape[2],
@@ -127,8 +139,7 @@ class Launcher(launching.Launcher):
             listed=call.segmented,
             whole=not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
             flip=call.reverse,
-            # float16 has too small a range for that, and float32 more digits than products of that
-            middle=call.decay == "key" and call.dtype == jnp.bfloat16,
+            middle=middle,
             keys_may_coincide=call.dtype == jnp.bfloat16,
             precision=config.precision,
             invert=config.invert,
@@ -137,7 +148,8 @@ class Launcher(launching.Launcher):
             flat=capability() != 90,
             levels=config.chunk.bit_length() - 1,
             fine=fine,
-            limit=40.0 if fine else 80.0,
+            # a state leaves a chunk's middle and enters the next one's by one factor, which float32 has to have
+            limit=40.0 if fine else 63.0 if middle else 80.0,
         )
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk, plan.segment

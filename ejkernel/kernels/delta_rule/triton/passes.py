@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._launch import Tile, padded
+from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.first_gates import entering_states
 from ejkernel.kernels.chunks.triton.launching import has_few_tokens
 from ejkernel.kernels.chunks.triton.packing import Packing
@@ -16,6 +16,10 @@ from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
 from ejkernel.xla_utils.utils import cdiv
+
+# Of the kernel of gradients of chunks of bounded gates, by blocks of these key dims, and programs that occupy a chip.
+BOUNDED = Tile(32)
+MANY = 512
 
 
 class Inputs(NamedTuple):
@@ -217,7 +221,7 @@ def backward(
         "squares": systems.squares,
     }
     if call.decay == "key":
-        found = _key_gradients(launcher, given | {"strong": folded.strong})
+        found = _key_gradients(launcher, given | {"kinds": folded.kinds})
     else:
         found = _gradients(launcher, given | {"weights": kept.weights, "weak": systems.weak})
     d_query, d_key = _sum_parts(found.d_query, x.query), _sum_parts(found.d_key, x.key)
@@ -256,7 +260,7 @@ def _gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
 def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     """`_gradients` where key dims have gates; a second kernel is for those that are too strong for the first."""
     call, cut = launcher.call, launcher.by_parts()
-    middle = given["strong"] is not None
+    middle = given["kinds"] is not None
     number = 1 if middle else cdiv(call.key_dim, cut["key_block"])
     flags = (launcher.kept if call.segmented else launcher.chunked)(number, dtype=jnp.int32)
     moving = {f"d_{name}": launcher.parts(given[name]) for name in ("query", "key", "gate")}
@@ -264,15 +268,36 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     kernel, cut = device("key_gradients").gradients_keyed, cut | {"look": padded(call.heads * flags.shape[-1])}
     found = launcher.launch(kernel, given, {**moving, **others, "flag": None if middle else flags}, **cut)
     if not middle:
-        given = given | {"strong": found.flag}
+        given = given | {"kinds": found.flag}
     rare: dict[str, Any] = cut | {"programs": cut["programs"] // call.heads}
     before = {name: getattr(found, name) for name in moving}
     strong = launcher.launch(kernel, given, moving, strong=True, in_place=before, **rare)
     found = found._replace(**strong._asdict())
+    if middle:
+        found = _bounded_gradients(launcher, given, cut, found)
     if launcher.constants.keys_may_coincide:
         before = {name: getattr(found, name) for name in (*moving, *others)}
         found = launcher.launch(kernel, given, {**moving, **others}, keys_coincide=True, in_place=before, **rare)
     return found
+
+
+def _bounded_gradients(launcher: Launcher, given: dict[str, Any], cut: dict[str, Any], found: Any) -> Any:
+    """`found`, with what chunks of bounded gates have in it."""
+    before = {name: each for name, each in found._asdict().items() if each is not None}
+    outputs = {name: shape(*each.shape, dtype=each.dtype) for name, each in before.items()}
+    heads, chunks = launcher.call.heads, cut["programs"] // launcher.call.heads
+    # as many heads a program as leave programs for all processors
+    each = next(n for n in range(heads, 0, -1) if heads % n == 0 and (n == 1 or chunks * (heads // n) >= MANY))
+    bounded = launcher.launch(
+        device("bounded_gradients").gradients_bounded,
+        given,
+        outputs,
+        in_place=before,
+        **cut | {"programs": chunks * (heads // each), "look": padded(each), "tile": BOUNDED},
+        part_block=min(BOUNDED.rows, padded(launcher.call.key_dim)),
+        each=each,
+    )
+    return found._replace(**bounded._asdict())
 
 
 def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ from ejkernel.xla_utils.utils import cdiv
 
 # As many numbers are kept of every row of a chunk as `device.decays` says.
 WEIGHTS = 5
+# Key dims that chunks of bounded gates are taken by.
+BOUNDED_DIMS = 128
 
 
 class Folded(NamedTuple):
@@ -19,8 +21,8 @@ class Folded(NamedTuple):
     key: jax.Array  # from there as well [B, T, H, K]
     write: jax.Array | None = None  # keys up to there or to a chunk's end [B, T, H, K], or the same as keys
     factors: jax.Array | None = None  # of states: until there, until they are written to, and then [chunks, H, 3, K]
-    strong: jax.Array | None = None  # which chunks have gates too strong to meet states in their middle [chunks, H]
-    any_strong: jax.Array | None = None  # the same of listed chunks, by where they begin [chunks, H]
+    kinds: jax.Array | None = None  # of chunks, by how strong gates are, as device code's `kinds` has them [chunks, H]
+    any_strong: jax.Array | None = None  # whether strong ones are among listed ones, by where these begin [chunks, H]
 
 
 class Systems(NamedTuple):
@@ -102,16 +104,17 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
         given,
         {
             **{**systems, **squares, **folds, "weights": weights},
-            **{"strong": launcher.flags(), "any_strong": launcher.any_flags()},
+            **{"kinds": launcher.flags(), "any_strong": launcher.any_flags()},
         },
         programs=blocks * call.heads,
         tile=Tile(padded(call.key_dim)),
         key_block=padded(call.key_dim),
+        part_block=min(BOUNDED_DIMS, padded(call.key_dim)),
         **cut,
     )
     found = launcher.launch(
         kernel,
-        given | {"strong": folded.strong, "any_strong": folded.any_strong},
+        given | {"kinds": folded.kinds, "any_strong": folded.any_strong},
         {**systems, **folds},
         programs=blocks,
         in_place={name: each for name in (*systems, *folds) if (each := getattr(folded, name)) is not None},
@@ -119,8 +122,8 @@ def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple
         strong=True,
         **exact,
     )
-    strong = folded.strong, folded.any_strong
-    hats = Folded(found.folded_query, found.recall, found.write, found.factors, *strong)
+    kinds = folded.kinds, folded.any_strong
+    hats = Folded(found.folded_query, found.recall, found.write, found.factors, *kinds)
     solved = Systems(found.reads, found.inverse, found.transposed, folded.squares)
     return solved, folded.weights, hats
 

@@ -8,43 +8,23 @@ takes a small part of the instructions of sums by products of tiles.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.device.gates import LOG2E, MOST
+from ejkernel.kernels.chunks.triton.device.gates import LOG2E
 from ejkernel.kernels.chunks.triton.device.places import (
     FIRST,
-    leaves_state,
     load_rows,
     locate_block,
     rows_kept,
-    takes_state,
     token_of,
     token_offsets,
     visit,
     visit_of_block,
 )
+from ejkernel.kernels.delta_rule.triton.device.bounded_gates import look_at, solve_bounded
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import scores
+from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED, MILD, STRONG, store_factors
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
-
-
-@triton.jit
-def store_factors(p_factor, chunk, i_chunk, o_k, b_enter, b_through, b_leave, CALL: tl.constexpr):
-    """Bits of what is left of a state where queries and keys meet it, of that until it is written to, and from then on.
-
-    Finite, since 0 times infinity is no number.
-    """
-    K: tl.constexpr = CALL.key_dim
-    p_tile = p_factor + i_chunk * ((4 if CALL.listed else 3) * K) + o_k
-    if CALL.listed:
-        tl.store(p_tile + 3 * K, tl.full(o_k.shape, 1.0, tl.float32), mask=o_k < K)
-        m_enter = (o_k < K) & takes_state(chunk)
-        tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=m_enter)
-        tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=m_enter)
-        tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=(o_k < K) & leaves_state(chunk))
-    else:
-        tl.store(p_tile, tl.exp2(tl.minimum(b_enter, MOST)), mask=o_k < K)
-        tl.store(p_tile + K, tl.exp2(tl.minimum(b_through, MOST)), mask=o_k < K)
-        tl.store(p_tile + 2 * K, tl.exp2(tl.minimum(b_leave, MOST)), mask=o_k < K)
 
 
 @triton.jit
@@ -86,24 +66,30 @@ def load_half(
 
 
 @triton.jit
+def sum_half(loaded, b_sum, b_most, ROWS: tl.constexpr):
+    """Sums of gates before each row and through the last of what `load_half` gave, and the largest of them."""
+    gates = loaded[0]
+    sums = (b_sum,)
+    for i in tl.static_range(ROWS):
+        b_sum += gates[i] * LOG2E
+        b_most = tl.maximum(b_most, tl.abs(b_sum))
+        sums = sums + (b_sum,)  # noqa: RUF005 (Triton takes no star here)
+    return sums, b_most
+
+
+@triton.jit
 def store_half(
-    p, loaded, b_sum, b_most, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
+    p, loaded, sums, i_first, n_rows, n_read, i_row, i_h, o_k, m_k,
     ROWS: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Folds what `load_half` gave; returns the sum of gates so far, and the largest on the way."""
+    """Folds what `load_half` gave, by its gates' sums."""
     STEP: tl.constexpr = (-1 if CALL.flip else 1) * (1 if LATE else -1) * CALL.heads * CALL.key_dim
-    gates, queries, keys = loaded
+    queries, keys = loaded[1], loaded[2]
     o_rows = (token_of(i_first, n_rows, i_row, CALL.flip) * CALL.heads + i_h) * CALL.key_dim + o_k
     for i in tl.static_range(ROWS):
         # before the middle, a row's own gate does not lie between
-        b_gate = gates[i] * LOG2E
-        if LATE:
-            b_sum += b_gate
-        b_there = tl.exp2(b_sum if LATE else -b_sum)
-        b_back = tl.exp2(-b_sum if LATE else b_sum)
-        if not LATE:
-            b_sum += b_gate
-        b_most = tl.maximum(b_most, tl.abs(b_sum))
+        b_there = tl.exp2(sums[i + 1] if LATE else -sums[i])
+        b_back = tl.exp2(-sums[i + 1] if LATE else sums[i])
         b_query = (queries[i] * b_there).to(p.folded_query.dtype.element_ty)
         b_recall = (keys[i] * b_there).to(p.folded_query.dtype.element_ty)
         b_write = (keys[i] * b_back).to(p.folded_query.dtype.element_ty)
@@ -116,12 +102,15 @@ def store_half(
             tl.store(p.folded_query + o_rows + i * STEP, b_query, mask=m_row)
             tl.store(p.recall + o_rows + i * STEP, b_recall, mask=m_row)
             tl.store(p.write + o_rows + i * STEP, b_write, mask=m_row)
-    return b_sum, b_most
 
 
 @triton.jit
-def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
-    """Stores a chunk's queries and keys, folded, and decays of states; returns if gates are too strong for that."""
+def fold_chunk(p, chunk, i_first, n_rows, i_token, i_h, i_chunk, CALL: tl.constexpr):
+    """What kind a chunk is of; if its gates are mild, stores its queries and keys, folded, and decays of states.
+
+    Gates that turn out to be too strong may have been folded in vain. So those that go beyond their share of the limit
+    are looked at once more, all of them, before that.
+    """
     i_row = chunk.i_row
     n_read = chunk.n_read
     # the first gate is in the state that the sequence begins with
@@ -139,19 +128,31 @@ def fold_chunk(p, chunk, i_first, n_rows, i_h, i_chunk, CALL: tl.constexpr):
     b_early = tl.zeros([BK], tl.float32)
     b_late = tl.zeros([BK], tl.float32)
     b_most = tl.zeros([BK], tl.float32)
+    kind = MILD
     for i in range(0, HALF // ROWS):
-        i_late = i_row + HALF + ROWS * i
-        i_early = i_row + HALF - 1 - ROWS * i
-        late = load_half(p, i_first, n_rows, n_read, i_late, i_before, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
-        early = load_half(p, i_first, n_rows, n_read, i_early, i_before, i_h, o_k, m_k, ROWS, False, WHOLE, CALL)
-        b_late, b_most = store_half(
-            p, late, b_late, b_most, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL
-        )
-        b_early, b_most = store_half(
-            p, early, b_early, b_most, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL
-        )
-    store_factors(p.factors, chunk, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, CALL)
-    return tl.max(b_most, 0) > CALL.limit
+        if kind == MILD:
+            i_late = i_row + HALF + ROWS * i
+            i_early = i_row + HALF - 1 - ROWS * i
+            late = load_half(p, i_first, n_rows, n_read, i_late, i_before, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
+            early = load_half(p, i_first, n_rows, n_read, i_early, i_before, i_h, o_k, m_k, ROWS, False, WHOLE, CALL)
+            late_sums, b_most = sum_half(late, b_late, b_most, ROWS)
+            early_sums, b_most = sum_half(early, b_early, b_most, ROWS)
+            b_late = late_sums[ROWS]
+            b_early = early_sums[ROWS]
+            if tl.max(b_most, 0) > CALL.limit * ROWS / HALF * (i + 1):
+                is_last = i + 1 == HALF // ROWS
+                is_bounded, most = look_at(p, chunk, i_token, i_h, CALL)
+                # others may be mild, until the last row
+                is_bounded = is_bounded & (is_last | (most > CALL.limit + 1.0))
+                kind = tl.where(is_bounded, BOUNDED, tl.where(is_last, STRONG, MILD))
+            if kind == MILD:
+                store_half(p, late, late_sums, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
+                store_half(
+                    p, early, early_sums, i_first, n_rows, n_read, i_early, i_h, o_k, m_k, ROWS, False, WHOLE, CALL
+                )
+    if kind == MILD:
+        store_factors(p.factors, chunk, i_chunk, o_k, b_early, tl.zeros([BK], tl.float32), b_late, CALL)
+    return kind
 
 
 @triton.jit
@@ -203,12 +204,14 @@ def solve_folded(p, CALL: tl.constexpr):
             m_row = chunk.i_row + o_r < chunk.n_end
             b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
             b_beta = marked(b_beta)
-            is_strong = fold_chunk(p, chunk, block.i_first, block.n_rows, i_h, i_chunk, CALL)
+            kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
             tl.store(weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r, b_beta, mask=m_row)
+            if kind == BOUNDED:
+                kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
             i_rows = rows_kept(chunk, i_chunk, i_h, p, 1, CALL)
-            tl.store(p.strong + i_rows, is_strong.to(tl.int32))
-            is_any = is_any | is_strong.to(tl.int32)
-            if is_strong:
+            tl.store(p.kinds + i_rows, kind)
+            is_any = is_any | (kind == STRONG).to(tl.int32)
+            if kind != MILD:
                 # strong gates keep keys from coinciding
                 tl.store(p.squares + i_rows + o_r, tl.zeros([C], tl.float32), mask=m_row)
             else:
@@ -223,10 +226,12 @@ def solve_folded(p, CALL: tl.constexpr):
         m_read = chunk.i_row + o_r < chunk.n_read
         b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
         b_beta = marked(b_beta)
-        is_strong = fold_chunk(p, chunk, block.i_first, block.n_rows, i_h, i_chunk, CALL)
+        kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
         tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
-        tl.store(p.strong + i_chunk, is_strong.to(tl.int32))
-        if is_strong | (chunk.i_row >= block.n_rows):
+        if kind == BOUNDED:
+            kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
+        tl.store(p.kinds + i_chunk, kind)
+        if (kind != MILD) | (chunk.i_row >= block.n_rows):
             # strong gates keep keys from coinciding
             tl.store(p.squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
             return

@@ -21,8 +21,8 @@ from ejkernel.kernels.chunks.triton.device.places import (
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.chunks.triton.device.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import marked, weights_of
-from ejkernel.kernels.delta_rule.triton.device.folding import store_factors
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
+from ejkernel.kernels.delta_rule.triton.device.kinds import STRONG, store_factors
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
@@ -136,7 +136,7 @@ def of_block(p, i_block, i_h, CALL: tl.constexpr):
         for i_c in range(block.i_c, block.i_end):
             if CALL.strong:
                 chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
-                if load_flag(p.strong, chunk, 0, i_h, p, CALL) > 0:
+                if load_flag(p.kinds, chunk, 0, i_h, p, CALL) == STRONG:
                     of_chunk(p, block, i_c, i_h, CALL)
             else:
                 of_chunk(p, block, i_c, i_h, CALL)
@@ -151,15 +151,16 @@ def solve_keyed(p, CALL: tl.constexpr):
     These are queries and keys decayed since the chunk's start (`query`, `recall`), keys decayed until its end
     (`write`), and what is left of a state at the chunk's end, as one of three factors.
 
-    A second launch does so where `p.strong` says, in the memory of what others have found. Most often there is nothing
+    A second launch does so where `p.kinds` says, in the memory of what others have found. Most often there is nothing
     to do, so a program looks after a chunk's heads at once, at most `CALL.look`.
     """
     H: tl.constexpr = CALL.heads
     i_program = tl.program_id(0)
     if CALL.strong:
         o_flag = tl.arange(0, CALL.look)
-        p_flag = p.any_strong if CALL.listed else p.strong
+        p_flag = p.any_strong if CALL.listed else p.kinds
         b_flag = tl.load(p_flag + i_program.to(tl.int64) * H + o_flag, mask=o_flag < H, other=0)
+        b_flag = (b_flag == STRONG).to(tl.int32)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, H):
                 if tl.sum(tl.where(o_flag == i_h, b_flag, 0), 0) > 0:

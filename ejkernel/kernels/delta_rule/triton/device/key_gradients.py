@@ -7,68 +7,24 @@ from ejkernel.kernels.chunks.triton.device.gates import LEAST, LOG2E, MOST, in_b
 from ejkernel.kernels.chunks.triton.device.places import (
     after_first_gate,
     load_columns,
+    load_flag,
     locate_block,
     rows_kept,
     visit,
     visit_of_block,
 )
-from ejkernel.kernels.chunks.triton.device.strong_gates import split_gate
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     add_rest,
     heads_that_coincide,
     listed_coincide,
     rest_of,
 )
+from ejkernel.kernels.delta_rule.triton.device.flows import add_flows, add_pairs, add_up, store_moving
 from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_block, of_values
-from ejkernel.kernels.delta_rule.triton.device.inverse import corner, to_bfloat16
+from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.key_gates import between_border
-
-
-@triton.jit
-def add_up(b_gate, m_sum, FINE: tl.constexpr):
-    """`sum_gates` of gates that lie [key dims, rows], whole eighths and the rest apart.
-
-    `m_sum` has the rows to be added up of each row, transposed.
-    """
-    b_whole, b_part, b_fine = split_gate(b_gate)
-    b_pick = tl.where(m_sum, 1.0, 0.0).to(tl.float16)
-    b_rest = tl.dot(b_part, b_pick)
-    if FINE:
-        b_rest = tl.dot(b_fine, b_pick, acc=b_rest)
-    return tl.dot(b_whole, b_pick), b_rest
-
-
-@triton.jit
-def add_flows(b, m_sum, b_sum, PRECISION: tl.constexpr, HALF: tl.constexpr):
-    """Adds sums of `b` over the rows that `m_sum` selects, transposed, with twice the digits of HALF."""
-    b_pick = tl.where(m_sum, 1.0, 0.0)
-    if HALF == tl.float32:
-        return tl.dot(b, b_pick, acc=b_sum, input_precision=PRECISION)
-    b_high = to_bfloat16(b)
-    b_sum = tl.dot((b - b_high).to(HALF), b_pick.to(HALF), acc=b_sum)
-    return tl.dot(b_high.to(HALF), b_pick.to(HALF), acc=b_sum)
-
-
-@triton.jit
-def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_fade, PRECISION: tl.constexpr):
-    """Adds what tokens do to each other, `fade` taking them to where they meet.
-
-    What passes between two tokens is in what arrives at the one and not in what is left at the other, taken from
-    queries and keys as they were rounded: from the other on it cancels, and so do the rounding errors.
-    """
-    b_query = scaled(b_q, b_fade)
-    b_key = scaled(b_k, b_fade)
-    b_grad = tl.dot(b_key, tl.trans(b_dscore), input_precision=PRECISION)
-    b_flow += b_query.to(tl.float32) * b_grad
-    b_dq += b_grad * b_fade
-    b_grad = tl.dot(b_key, tl.trans(b_dbelow), input_precision=PRECISION)
-    b_flow += b_key.to(tl.float32) * b_grad
-    b_dk += b_grad * b_fade
-    b_grad = tl.dot(b_query, b_dscore, input_precision=PRECISION)
-    b_grad = tl.dot(b_key, b_dbelow, acc=b_grad, input_precision=PRECISION)
-    b_flow -= b_key.to(tl.float32) * b_grad
-    b_dk += b_grad * b_fade
-    return b_dq, b_dk, b_flow
+from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED, MILD
+from ejkernel.kernels.delta_rule.triton.device.kinds import STRONG as STRONG_KIND
 
 
 @triton.jit
@@ -118,7 +74,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
         if STRONG:
             if not CALL.listed:
                 i_flag = i_chunk if MIDDLE else i_chunk * NK
-            is_here = tl.load(p.strong + (i_flag if MIDDLE else i_flag + i_k)) != 0
+            is_here = tl.load(p.kinds + (i_flag if MIDDLE else i_flag + i_k)) == STRONG_KIND
         else:
             b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
             b_whole, b_rest = add_up(b_gate, between_border(o_r, CALL.levels - 1, 0), FINE)
@@ -127,7 +83,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                 # keys do not coincide where gates are strong; nor has Triton 3.6 code for a branch here on Blackwell
                 is_here = True
             elif MIDDLE:
-                is_here = tl.load(p.strong + (i_flag if CALL.listed else i_chunk)) == 0
+                is_here = tl.load(p.kinds + (i_flag if CALL.listed else i_chunk)) == MILD
             else:
                 is_here = largest(tl.abs(b_bits), CALL.flat) <= CALL.limit
                 if i_v == 0:
@@ -165,7 +121,7 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                     b_dscore_here = tl.where(m_meet, b_dscore, 0.0).to(b_u.dtype)
                     b_dbelow_here = tl.where(m_meet, b_dbelow, 0.0).to(b_u.dtype)
                     b_dq, b_dk, b_flow = add_pairs(
-                        b_dq, b_dk, b_flow, b_q, b_k, b_dscore_here, b_dbelow_here, b_fade, PRECISION
+                        b_dq, b_dk, b_flow, b_q, b_k, b_dscore_here, b_dbelow_here, b_fade, b_fade, PRECISION
                     )
             else:
                 # states are met at the chunk's middle too
@@ -203,12 +159,21 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
                 b_grad = add_rest(b_grad, b_late_k, b_dbelow_rest, COINCIDE)
                 b_flow -= b_early_k.to(tl.float32) * b_grad
                 b_dk += b_grad * tl.exp2(-b_bits)
-            tl.store(p.d_query + i_rows + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
-            tl.store(p.d_key + i_rows + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
             b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
             b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
             b_dgate = tl.where(m_gate[None, :] & (b_gate * LOG2E > LEAST), b_dgate, 0.0)
-            tl.store(p.d_gate + i_rows + o_rows, b_dgate.to(p.d_gate.dtype.element_ty), mask=m_rows)
+            store_moving(p, i_rows + o_rows, m_rows, b_dq, b_dk, b_dgate)
+
+
+@triton.jit
+def of_other_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
+    """`of_chunk`, unless the gates are bounded, which `gradients_bounded` is for."""
+    if CALL.middle:
+        chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
+        if load_flag(p.kinds, chunk, block.i_block.to(tl.int64) * CALL.heads + i_h, i_h, p, CALL) != BOUNDED:
+            of_chunk(p, block, i_c, i_h, i_v, CALL)
+    else:
+        of_chunk(p, block, i_c, i_h, i_v, CALL)
 
 
 @triton.jit
@@ -241,7 +206,8 @@ def gradients_keyed(p, CALL: tl.constexpr):
                     # as many of each head, at its first row
                     EACH: tl.constexpr = FLAGS // H
                     i_row = (block.i_n.to(tl.int64) * H + o_flag // EACH) * p.T + chunk.i_row
-                    b_flag = tl.load(p.strong + i_row * EACH + o_flag % EACH, mask=o_flag < FLAGS, other=0)
+                    b_flag = tl.load(p.kinds + i_row * EACH + o_flag % EACH, mask=o_flag < FLAGS, other=0)
+                    b_flag = (b_flag == STRONG_KIND).to(tl.int32)
                 if tl.sum(b_flag, 0) > 0:
                     for i_h in range(0, H):
                         if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
@@ -251,10 +217,11 @@ def gradients_keyed(p, CALL: tl.constexpr):
                 block = locate_block(i_block, p, CALL)
                 b_flag = heads_that_coincide(p, i_block, o_flag, block.n_rows - block.i_c * CALL.chunk, CALL)
             else:
-                b_flag = tl.load(p.strong + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+                b_flag = tl.load(p.kinds + i_block.to(tl.int64) * FLAGS + o_flag, mask=o_flag < FLAGS, other=0)
+                b_flag = (b_flag == STRONG_KIND).to(tl.int32)
             if tl.sum(b_flag, 0) > 0:
                 for i_h in range(0, H):
                     if tl.sum(tl.where(o_flag // (FLAGS // H) == i_h, b_flag, 0), 0) > 0:
                         of_block(p, i_block, i_h, i_v, of_chunk, CALL)
     else:
-        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_chunk, CALL)
+        of_block(p, i_program // (NV * H), (i_program // NV) % H, i_v, of_other_chunk, CALL)

@@ -37,6 +37,7 @@ from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
 )
 from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, load_through, load_weight, weight, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
+from ejkernel.kernels.delta_rule.triton.device.kinds import MILD
 
 
 @triton.jit
@@ -164,7 +165,7 @@ def forward(p, CALL: tl.constexpr):
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         if MIDDLE:
-            is_strong = load_flag(p.strong, chunk, i_chunk, i_h, p, CALL) != 0
+            is_strong = load_flag(p.kinds, chunk, i_chunk, i_h, p, CALL) != MILD
         m_read = i_row + o_r < chunk.n_read
         takes = True
         if CALL.listed:
@@ -366,7 +367,7 @@ def backward(p, CALL: tl.constexpr):
         i_token = token_of(i_first, n_rows, i_row, CALL.flip)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         if MIDDLE:
-            is_strong = load_flag(p.strong, chunk, i_chunk, i_h, p, CALL) != 0
+            is_strong = load_flag(p.kinds, chunk, i_chunk, i_h, p, CALL) != MILD
         m_read = i_row + o_r < chunk.n_read
         takes = True
         if CALL.listed:
