@@ -71,6 +71,8 @@ def check(case, run=triton_gpu.run):
         error = np.linalg.norm(np.asarray(actual[5], np.float64) - expected[5])
         assert error <= 1e-2 * size, f"decay: error {error / size:.2e} of the terms"
         tolerance = {**tolerance, "decay": np.inf}
+    if case.dtype == "float32" and case.gate == "shipped":
+        tolerance = {**tolerance, "decay": 3e-5}
     assert_matches(actual, expected, tolerance)
     if case.dtype != "float32":
         # beside the answer's own rounding, that of states and scores; with key gates also of folded query and key: four
@@ -79,7 +81,9 @@ def check(case, run=triton_gpu.run):
         least = np.linalg.norm(rounded - expected[0])
         error = np.linalg.norm(np.asarray(actual[0]).astype(np.float64) - expected[0])
         # with both kinds of gates, of the folded value too; key dims above 256 are walked in parts that are added
-        most = 2.5 if case.value_gate and case.decay == "key" else 2.1 if case.K > 256 else 2
+        # where little but a token's own score is left of most outputs, they are rounded as coarsely as their terms
+        others = case.K > 256 or case.gate == "shipped"
+        most = 2.5 if case.value_gate and case.decay == "key" else 2.1 if others else 2
         assert error <= most * least, f"output: {error / least:.2f} times the error of rounding"
 
 
