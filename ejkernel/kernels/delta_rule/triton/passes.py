@@ -273,7 +273,7 @@ def _key_gradients(launcher: Launcher, given: dict[str, Any]) -> Any:
     before = {name: getattr(found, name) for name in moving}
     strong = launcher.launch(kernel, given, moving, strong=True, in_place=before, **rare)
     found = found._replace(**strong._asdict())
-    if middle:
+    if middle and not launcher.constants.flat:
         found = _bounded_gradients(launcher, given, cut, found)
     if launcher.constants.keys_may_coincide:
         before = {name: getattr(found, name) for name in (*moving, *others)}

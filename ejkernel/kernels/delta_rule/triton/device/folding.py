@@ -141,10 +141,12 @@ def fold_chunk(p, chunk, i_first, n_rows, i_token, i_h, i_chunk, CALL: tl.conste
             b_early = early_sums[ROWS]
             if tl.max(b_most, 0) > CALL.limit * ROWS / HALF * (i + 1):
                 is_last = i + 1 == HALF // ROWS
-                is_bounded, most = look_at(p, chunk, i_token, i_h, CALL)
-                # others may be mild, until the last row
-                is_bounded = is_bounded & (is_last | (most > CALL.limit + 1.0))
-                kind = tl.where(is_bounded, BOUNDED, tl.where(is_last, STRONG, MILD))
+                kind = tl.where(is_last, STRONG, MILD)
+                # Triton 3.6 has no code for that on Blackwell
+                if not CALL.flat:
+                    is_bounded, most = look_at(p, chunk, i_token, i_h, CALL)
+                    # others may be mild, until the last row
+                    kind = tl.where(is_bounded & (is_last | (most > CALL.limit + 1.0)), BOUNDED, kind)
             if kind == MILD:
                 store_half(p, late, late_sums, i_first, n_rows, n_read, i_late, i_h, o_k, m_k, ROWS, True, WHOLE, CALL)
                 store_half(
@@ -206,8 +208,9 @@ def solve_folded(p, CALL: tl.constexpr):
             b_beta = marked(b_beta)
             kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
             tl.store(weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r, b_beta, mask=m_row)
-            if kind == BOUNDED:
-                kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
+            if not CALL.flat:
+                if kind == BOUNDED:
+                    kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
             i_rows = rows_kept(chunk, i_chunk, i_h, p, 1, CALL)
             tl.store(p.kinds + i_rows, kind)
             is_any = is_any | (kind == STRONG).to(tl.int32)
@@ -228,8 +231,9 @@ def solve_folded(p, CALL: tl.constexpr):
         b_beta = marked(b_beta)
         kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
         tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
-        if kind == BOUNDED:
-            kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
+        if not CALL.flat:
+            if kind == BOUNDED:
+                kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
         tl.store(p.kinds + i_chunk, kind)
         if (kind != MILD) | (chunk.i_row >= block.n_rows):
             # strong gates keep keys from coinciding
