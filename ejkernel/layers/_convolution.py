@@ -1,7 +1,6 @@
 """The short convolution over tokens that published layers put before their recurrence."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ejkernel import _checks, _sharding
+from ejkernel import _checks
 from ejkernel.convolution import causal_conv1d, unit_conv1d
 from ejkernel.layers._parameters import ParamInit
 from ejkernel.layers._tokens import Sequences
@@ -48,13 +47,9 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[list[jax.Array], jax.Array, bool]:
         """As a call, with the heads of `dim` of queries and keys, the first two parts, divided by their norms.
 
-        The last result is whether that is left to the op, as its `normalize`: with a pool, and where devices share a
-        head.
+        The last result is whether that is left to the op, as its `normalize`, which it is with a pool.
         """
-        units = (dim, dim, *[0] * (len(parts) - 2))
-        if isinstance(recent, _checks.Pool) or not all(_has_whole_heads(x, dim) for x in parts[:2]):
-            units = (0,) * len(parts)
-        return self._mixed(parts, recent, sequences, units)
+        return self._mixed(parts, recent, sequences, (dim, dim, *[0] * (len(parts) - 2)))
 
     def _mixed(
         self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences, units: Sequence[int]
@@ -74,10 +69,3 @@ class ShortConvolution(nnx.Module):
     def _split(self, x: jax.Array | None) -> list[Any]:
         """Each part's channels of `x`, if there is one."""
         return [None] * len(self.widths) if x is None else jnp.split(x, np.cumsum(self.widths[:-1]), -1)
-
-
-def _has_whole_heads(x: jax.Array, dim: int) -> bool:
-    """Whether no head of `x [..., heads · dim]` is cut by a mesh that `x` says it lies on."""
-    mesh = _sharding.explicit_mesh(x)
-    axes = () if mesh is None else _sharding.axes_of(_sharding.spec_of(x)[-1])
-    return mesh is None or x.shape[-1] // dim % math.prod(mesh.shape[each] for each in axes) == 0
