@@ -37,8 +37,8 @@ class Call(Protocol):
 
         The first array is the query; its tokens are `T` or `S`.
 
-        Ops without heads have `H` for channels that are computed each by itself. `*` alone is the two words of a random
-        key, to which a device's part has its place added, see `Split.own`.
+        Ops without heads have `H` for channels, each computed by itself, or so many of them `together`. `*` alone is
+        the two words of a random key, to which a device's part has its place added, see `Split.own`.
         """
         ...
 
@@ -170,10 +170,17 @@ def split(
     if batch % by_rows:
         _warn(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
         rows, by_rows = (), 1
+    together = getattr(call, "together", 1)  # channels that no two devices share
     counts = {name: _heads(shapes[name], each) for name, each in dims.items()}  # type: ignore[arg-type]
-    refused = [(name, own) for name, each in counts.items() for own in each if own % by_heads and by_heads % own]
+    counts = {name: [own // together for own in each] for name, each in counts.items()}
+    refused = [
+        (name, own)
+        for name, each in counts.items()
+        for own in each
+        if own % by_heads and (together > 1 or by_heads % own)
+    ]
     # of what is given a device cannot have one head that others have too
-    refused += [("results", own) for each in results for own in _heads(*each) if own % by_heads]
+    refused += [("results", own) for each in results for own in _heads(*each) if own // together % by_heads]
     if refused:
         name, own = refused[0]
         _warn(f"{name}: {own} heads, which axis {_text(heads)} of {by_heads} devices does not divide")

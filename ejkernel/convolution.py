@@ -3,7 +3,7 @@
 # aliases are shown by their names, not spelled out
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -84,6 +84,42 @@ def causal_conv1d(
         ((2, 1, 64), (2, 3, 64))
     """
     start = _checks.start(initial_state, states, reads, writes, at, segment_ids=segment_ids)
+    return _convolved(x, weight, bias, activation, start, cu_seqlens, segment_ids, platform, 0)
+
+
+@public
+def unit_conv1d(
+    x: AnyArray,
+    weight: AnyArray,
+    bias: AnyArray | None = None,
+    activation: Literal["silu"] | None = None,
+    initial_state: AnyArray | None = None,
+    cu_seqlens: Borders | None = None,
+    *,
+    segment_ids: AnyArray | None = None,
+    platform: str | None = None,
+    unit_dim: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`causal_conv1d` for queries and keys, of which each head of so many channels is then divided by its norm.
+
+    The norm is `sqrt(sum of squares + 1e-6)`, as `normalize=True` of the delta rule has it, in the dtype of sums: the
+    output is rounded once. For this library's layers: it is not part of the package's interface.
+    """
+    return _convolved(x, weight, bias, activation, initial_state, cu_seqlens, segment_ids, platform, unit_dim)
+
+
+def _convolved(
+    x: AnyArray,
+    weight: AnyArray,
+    bias: AnyArray | None,
+    activation: Literal["silu"] | None,
+    start: Any,
+    cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
+    platform: str | None,
+    unit_dim: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and the final state or the pool if `start` is one."""
     arrays = _checks.convolution(x, weight, bias, start, cu_seqlens, segment_ids)
     B, T, D = arrays.x.shape
     call = Call(
@@ -95,6 +131,7 @@ def causal_conv1d(
         layout="packed" if cu_seqlens is not None else "rows" if segment_ids is None else "segments",
         activation=_checks.activation(activation),
         dtype=arrays.x.dtype,
+        unit_dim=unit_dim,
     )
     inputs = Inputs(*(getattr(arrays, name) for name in Inputs._fields))
     if _pools.is_pooled(arrays):

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 
 import ejkernel
+from ejkernel.convolution import unit_conv1d
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Case:
     state: bool = True
     bias: bool = True
     activation: str | None = "silu"
+    unit_dim: int = 0
 
     def __str__(self):
         return self.name
@@ -79,6 +81,16 @@ CASES = (
     Case("segments, many taps", ids=tuple(row[:5] for row in ROWS_OF_SEVERAL), taps=8),
     Case("segments, one tap", ids=ROWS_OF_SEVERAL[:3], taps=1),
 )
+# heads divided by their norms
+UNITS = (
+    Case("norms", channels=12, unit_dim=4),
+    Case("norms, bare", channels=4, unit_dim=2, state=False, bias=False, activation=None),
+    Case("norms, one tap", taps=1, channels=8, unit_dim=4),
+    Case("norms, one head", tokens=2, channels=8, unit_dim=8),
+    Case("norms, packed", lengths=RAGGED, padding=3, channels=8, unit_dim=4),
+    Case("norms, packed, unbatched", lengths=(4, 4), unbatched=True, channels=6, unit_dim=2, state=False),
+    Case("norms, segments", ids=ROWS_OF_SEVERAL, channels=8, unit_dim=4),
+)
 DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
 
 
@@ -92,6 +104,8 @@ def results_and_gradients(case, arrays, platform=None, front=ejkernel.causal_con
 @functools.cache
 def _compiled(case, platform, front):
     options = {} if platform is None else {"platform": platform}
+    if case.unit_dim:
+        front, options = unit_conv1d, options | {"unit_dim": case.unit_dim}
 
     @jax.jit
     def run(moved, places, cotangents):
@@ -105,7 +119,7 @@ def check(case, dtype=np.float32, tolerance=1e-5, **options):
     """Every result of a call beside the oracle's, relative to the largest."""
     arrays = case.arrays(dtype)
     found = results_and_gradients(case, arrays, **options)
-    output, final, gradients = oracle.causal_conv1d(activation=case.activation, **arrays)
+    output, final, gradients = oracle.causal_conv1d(activation=case.activation, unit_dim=case.unit_dim, **arrays)
     expected = {"output": output, "final_state": final, **gradients}
     assert found.keys() == expected.keys()
     for name, right in expected.items():
@@ -117,6 +131,27 @@ def check(case, dtype=np.float32, tolerance=1e-5, **options):
         )
     if "final_state" in found and dtype == np.float32:
         np.testing.assert_array_equal(found["final_state"], final.astype(np.float32))
+
+
+def check_sizes(case, dtype, tolerance, **options):
+    """Heads of very different sizes, some without a norm, each beside the oracle's, relative to its own largest."""
+    arrays = case.arrays(dtype)
+    heads = case.channels // case.unit_dim
+    sizes = np.repeat(np.resize([1, 1e-30, 1e25, 0, 1e-3, 1e12], heads), case.unit_dim)
+    for name in ("x", "initial_state"):
+        arrays[name] = np.asarray(jnp.asarray(np.asarray(arrays[name], np.float64) * sizes, dtype))
+    found = results_and_gradients(case, arrays, **options)
+    with np.errstate(over="ignore"):
+        output, final, gradients = oracle.causal_conv1d(activation=case.activation, unit_dim=case.unit_dim, **arrays)
+    for name, right in {"output": output, "final_state": final, **gradients}.items():
+        found_heads, right_heads = (
+            np.moveaxis(np.asarray(each, np.float64).reshape(*each.shape[:-1], heads, -1), -2, 0)
+            for each in (found[name], right)
+        )
+        for head, (one, other) in enumerate(zip(found_heads, right_heads, strict=True)):
+            scale = np.abs(other).max()
+            # what is left of a gradient along its own vector is a difference that cancels
+            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale + 1e-44, err_msg=f"{name} {head}")
 
 
 def spoilt(x, where, number):

@@ -20,7 +20,7 @@ from conftest import assert_close
 
 import ejkernel
 from benchmarks import hlo
-from ejkernel import _mesh, parallel, xla_utils
+from ejkernel import _mesh, convolution, parallel, xla_utils
 
 AXES = {"B": "batch", "T": "time", "H": "heads", "G": "heads"}
 SIZES = {"B": 2, "T": 8, "L": 8, "H": 4, "G": 2, "K": 4, "V": 2, "N": 3, "Z": 2, "O": 1, "W": 3, "P": 2}
@@ -140,6 +140,14 @@ ALONE += [
         {"x": "BTH", **CONVOLUTION, "initial_state": "BPH", "segment_ids": "BT"},
         ("BTH", "BPH"),
         what="segments",
+    ),
+    Op(
+        "unit_conv1d",
+        {"x": "BTH", **CONVOLUTION, "initial_state": "BPH"},
+        ("BTH", "BPH"),
+        {"activation": "silu", "unit_dim": 2},
+        convolution,
+        "norms of heads",
     ),
 ]
 SCALAR, VECTOR = {False: "BTH", True: "BHT"}, {False: "BTHK", True: "BHTK"}
@@ -386,6 +394,22 @@ def gathers():
         check(kind, "key: 6 heads, which axis 'x' of 4 devices does not divide", jax.P(None, None, "x"), jax.P())
         check(kind, "dimension 1 is sharded over axis 'x'", jax.P(), jax.P(None, "x"))
         check(kind, "query: dimension 1 is sharded over axis 'x'", jax.P(None, "x"), jax.P())
+        gathers_heads_with_norms(kind)
+
+
+def gathers_heads_with_norms(kind):
+    """No two devices share a head of the convolution that is divided by its norm."""
+    x = np.random.default_rng(3).normal(size=(2, 5, 16)).astype(np.float32)
+    run = functools.partial(convolution.unit_conv1d, weight=np.ones((3, 16), np.float32), unit_dim=8)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P(None, None, "x")))
+    _mesh._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = jax.jit(lambda x: run(x)[0])(sharded)
+    said = [str(each.message) for each in caught if each.category is ejkernel.GatheredWarning]
+    assert any("x: 2 heads, which axis 'x' of 4 devices does not divide" in each for each in said), said
+    assert_close(output, run(x)[0], 1e-6)
 
 
 def dropout():

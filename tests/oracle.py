@@ -353,8 +353,12 @@ def causal_conv1d(
     segment_ids=None,
     d_output=None,
     d_final_state=None,
+    unit_dim=0,
 ):
-    """The short convolution, one sequence and token at a time: output, final states, and with cotangents gradients."""
+    """The short convolution, one sequence and token at a time: output, final states, and with cotangents gradients.
+
+    With a `unit_dim`, each head of so many channels is divided by `sqrt(sum of squares + 1e-6)` at the end.
+    """
     arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
     arrays = {name: np.asarray(each, np.float64) for name, each in arrays.items() if each is not None}
     tokens, weight = arrays["x"].reshape(-1, *arrays["x"].shape[-2:]), arrays["weight"]
@@ -387,9 +391,15 @@ def causal_conv1d(
             window = inputs[i : i + history + 1]
             z = (window * weight).sum(0) + arrays.get("bias", 0)
             share = 1 / (1 + np.exp(-z))
-            output[row, t] = z * share if activation == "silu" else z
+            y = z * share if activation == "silu" else z
+            heads = y.reshape(-1, unit_dim or 1)
+            norm = np.sqrt((heads**2).sum(1, keepdims=True) + 1e-6) if unit_dim else np.ones(heads.shape)
+            output[row, t] = (heads / norm).ravel()
             if d_output is not None:
                 d_z = np.asarray(d_output, np.float64).reshape(tokens.shape)[row, t]
+                if unit_dim:
+                    d_unit, unit = d_z.reshape(heads.shape), heads / norm
+                    d_z = ((d_unit - unit * (unit * d_unit).sum(1, keepdims=True)) / norm).ravel()
                 d_z = d_z * (share + z * share * (1 - share)) if activation == "silu" else d_z
                 grads["weight"] += window * d_z
                 d_inputs[i : i + history + 1] += weight * d_z

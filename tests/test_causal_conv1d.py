@@ -1,5 +1,6 @@
 """`causal_conv1d` against its definition in float64: values, gradients, bits, and what must not leak."""
 
+import functools
 import itertools
 
 import jax
@@ -7,9 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from convolution_cases import CASES, DIFFERENTIABLE, RAGGED, ROWS_OF_SEVERAL, Case, check, results_and_gradients, spoilt
+from convolution_cases import (
+    CASES,
+    DIFFERENTIABLE,
+    RAGGED,
+    ROWS_OF_SEVERAL,
+    UNITS,
+    Case,
+    check,
+    check_sizes,
+    results_and_gradients,
+    spoilt,
+)
 
 import ejkernel
+from ejkernel.convolution import unit_conv1d
 from ejkernel.kernels import _xla
 
 # of the backward pass, with tails of all kinds
@@ -21,10 +34,11 @@ SEVERAL_BLOCKS = (
     Case(
         "several blocks, segments", ids=((-1, *[3] * 130, *[4] * 127, 5), (*[0] * 128, *[-1] * 129, 1, 1)), channels=3
     ),
+    Case("several blocks, norms", tokens=300, batch=1, channels=6, unit_dim=3),
 )
 
 
-@pytest.mark.parametrize("case", (*CASES, *SEVERAL_BLOCKS), ids=str)
+@pytest.mark.parametrize("case", (*CASES, *UNITS, *SEVERAL_BLOCKS), ids=str)
 def test_results_and_gradients(case):
     check(case)
 
@@ -33,6 +47,23 @@ def test_results_and_gradients(case):
 def test_dtypes(dtype, tolerance):
     with jax.enable_x64(dtype == np.float64):
         check(Case("ragged", lengths=RAGGED, padding=3), dtype, tolerance)
+        check(Case("ragged, norms", lengths=RAGGED, padding=3, channels=8, unit_dim=4), dtype, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (jnp.bfloat16, 2e-2), (np.float64, 1e-12)])
+def test_norms_of_heads_of_any_size(dtype, tolerance):
+    with jax.enable_x64(dtype == np.float64):
+        check_sizes(Case("sizes", channels=24, unit_dim=4, bias=False), dtype, tolerance)
+
+
+def test_a_norm_is_rounded_once():
+    arrays = Case("once", channels=8, unit_dim=4).arrays(jnp.bfloat16)
+    given = {name: arrays[name] for name in ("x", "weight", "bias", "initial_state")}
+    found, _ = unit_conv1d(**given, activation="silu", unit_dim=4)
+    wide, _ = unit_conv1d(
+        **{name: jnp.asarray(x, jnp.float32) for name, x in given.items()}, activation="silu", unit_dim=4
+    )
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wide.astype(jnp.bfloat16)))
 
 
 def test_sums_are_in_float32_whatever_the_weights_are_in():
@@ -82,9 +113,10 @@ def test_packing_changes_no_bits(state):
         np.testing.assert_array_equal(last, final[-1:])
 
 
+@pytest.mark.parametrize("unit_dim", [0, 2])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_nothing_leaks_between_packed_sequences_or_from_padding(number):
-    case = Case("leaks", lengths=RAGGED, padding=3)
+def test_nothing_leaks_between_packed_sequences_or_from_padding(number, unit_dim):
+    case = Case("leaks", lengths=RAGGED, padding=3, channels=4, unit_dim=unit_dim)
     arrays = case.arrays(np.float32)
     owner = np.repeat(np.arange(len(RAGGED) + 1), (*RAGGED, 3))
     bad = np.isin(owner, [0, 3, len(RAGGED)])
@@ -107,9 +139,10 @@ def test_nothing_leaks_between_packed_sequences_or_from_padding(number):
         np.testing.assert_array_equal(found[name], clean[name], name)
 
 
+@pytest.mark.parametrize("unit_dim", [0, 2])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_nothing_leaks_between_segments(number):
-    case = Case("leaks", ids=ROWS_OF_SEVERAL)
+def test_nothing_leaks_between_segments(number, unit_dim):
+    case = Case("leaks", ids=ROWS_OF_SEVERAL, channels=4, unit_dim=unit_dim)
     arrays = case.arrays(np.float32)
     ids = arrays["segment_ids"]
     clean = results_and_gradients(case, arrays)
@@ -150,6 +183,7 @@ SMALL = (
     Case("rows", tokens=5, channels=2, taps=3),
     Case("packed", lengths=(1, 3, 0), padding=1, channels=2, taps=3),
     Case("segments", ids=((-1, 0, 0, 1), (2, 2, -1, -1)), channels=2, taps=3),
+    Case("norms, packed", lengths=(1, 3, 0), padding=1, channels=4, taps=3, unit_dim=2),
 )
 
 
@@ -162,7 +196,8 @@ def test_forward_mode_and_second_derivatives(case):
         direction = {name: jnp.asarray(x) for name, x in case.arrays(np.float64, seed=1).items() if name in moved}
 
         def loss(moved):
-            output, state = ejkernel.causal_conv1d(**moved, **places, activation="silu")
+            front = functools.partial(unit_conv1d, unit_dim=case.unit_dim) if case.unit_dim else ejkernel.causal_conv1d
+            output, state = front(**moved, **places, activation="silu")
             return (output * arrays["d_output"]).sum() + (state**2 * arrays["d_final_state"]).sum()
 
         @jax.jit

@@ -1,5 +1,6 @@
 """The short convolution over tokens that published layers put before their recurrence."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from ejkernel import _checks
-from ejkernel.convolution import causal_conv1d
+from ejkernel.convolution import causal_conv1d, unit_conv1d
 from ejkernel.layers._parameters import ParamInit
 from ejkernel.layers._tokens import Sequences
 
@@ -38,14 +39,32 @@ class ShortConvolution(nnx.Module):
         Parts are mixed one by one: side by side they would be copied together, and apart again. With a pool they are
         side by side, as it is one array, which is updated where it is.
         """
+        mixed, recent, _ = self._mixed(parts, recent, sequences, (0,) * len(parts))
+        return mixed, recent
+
+    def with_units(
+        self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences, dim: int
+    ) -> tuple[list[jax.Array], jax.Array, bool]:
+        """As a call, with the heads of `dim` of queries and keys, the first two parts, divided by their norms.
+
+        The last result is whether that is left to the op, as its `normalize`, which it is with a pool.
+        """
+        return self._mixed(parts, recent, sequences, (dim, dim, *[0] * (len(parts) - 2)))
+
+    def _mixed(
+        self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences, units: Sequence[int]
+    ) -> tuple[list[jax.Array], jax.Array, bool]:
+        """The mixed parts, the last tokens, and whether none of the parts has heads that are divided by their norms."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if isinstance(recent, _checks.Pool):
             x = jnp.concatenate(parts, -1)
             whole, pool = causal_conv1d(x, kernel, bias, "silu", recent, **sequences.keywords)
-            return self._split(whole), pool
-        arrays = zip(parts, *(self._split(each) for each in (kernel, bias, recent)), strict=True)
-        mixed = [causal_conv1d(x, taps, b, "silu", state, **sequences.keywords) for x, taps, b, state in arrays]
-        return [each for each, _ in mixed], jnp.concatenate([state for _, state in mixed], -1)
+            return self._split(whole), pool, True
+        found = []
+        for x, taps, b, state, unit_dim in zip(parts, *map(self._split, (kernel, bias, recent)), units, strict=True):
+            run = functools.partial(unit_conv1d, unit_dim=unit_dim) if unit_dim else causal_conv1d
+            found.append(run(x, taps, b, "silu", state, **sequences.keywords))
+        return [each for each, _ in found], jnp.concatenate([state for _, state in found], -1), not any(units)
 
     def _split(self, x: jax.Array | None) -> list[Any]:
         """Each part's channels of `x`, if there is one."""

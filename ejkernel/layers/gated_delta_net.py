@@ -85,7 +85,7 @@ class GatedDeltaNet(RecurrentLayer):
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
         *mixed, output_gate = parts(self.query_key_value_gate, x, (K, K, values, values), self.key_heads)
-        (query, key, value), recent = self.convolution(mixed, state.recent, sequences)
+        (query, key, value), recent, normalize = self.convolution.with_units(mixed, state.recent, sequences, K)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
         beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
@@ -95,7 +95,7 @@ class GatedDeltaNet(RecurrentLayer):
             log_decay(self.A_log[...], time_step(decay, self.dt_bias[...])),
             share_replaced(beta, self.negative_eigenvalues),
             initial_state=state.memory,
-            normalize=True,
+            normalize=normalize,
             **sequences.keywords,
         )
         return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)

@@ -116,7 +116,8 @@ class KimiDeltaAttention(RecurrentLayer):
         self.out = init.row_parallel(values, width)
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
-        parts, recent = self.convolution([self.query(x), self.key(x), self.value(x)], state.recent, sequences)
+        parts = [self.query(x), self.key(x), self.value(x)]
+        parts, recent, normalize = self.convolution.with_units(parts, state.recent, sequences, self.head_dim)
         query, key, value = map(split_heads, parts, (self.heads, self.heads, self.value_heads))
         output, memory = kda(
             query,
@@ -125,7 +126,7 @@ class KimiDeltaAttention(RecurrentLayer):
             self._log_decay(x),
             share_replaced(self.beta(x), self.negative_eigenvalues),
             initial_state=state.memory,
-            normalize=True,
+            normalize=normalize,
             **sequences.keywords,
         )
         gated = normed_and_gated(self.norm, output, self._output_gate(x), "sigmoid")

@@ -27,6 +27,9 @@ class Call:
     layout: Literal["rows", "packed", "segments"]
     activation: Literal["silu"] | None
     dtype: np.dtype
+    # Channels of a head: what the activation gives is divided, head by head, by its norm, as `_normalization` does it.
+    # 0 for no norm.
+    unit_dim: int = 0
 
     @property
     def history(self) -> int:
@@ -40,8 +43,13 @@ class Call:
 
     @property
     def heads(self) -> int:
-        """What a mesh shards as it does heads: channels, each computed by itself."""
-        return self.channels
+        """What a mesh shards as it does heads: channels, each computed by itself, or heads that have a norm."""
+        return self.channels // self.together
+
+    @property
+    def together(self) -> int:
+        """How many channels a device has at least."""
+        return max(self.unit_dim, 1)
 
     def dims(self) -> dict[str, str]:
         """The dimensions of the arrays by name, a letter each, of which `H` are channels."""

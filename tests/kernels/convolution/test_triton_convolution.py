@@ -7,10 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convolution_cases import CASES, RAGGED, ROWS_OF_SEVERAL, Case, check, results_and_gradients, spoilt
+from convolution_cases import (
+    CASES,
+    RAGGED,
+    ROWS_OF_SEVERAL,
+    UNITS,
+    Case,
+    check,
+    check_sizes,
+    results_and_gradients,
+    spoilt,
+)
 
 import ejkernel
 from ejkernel._dispatch import SlowerImplementationWarning, _warn_once
+from ejkernel.convolution import unit_conv1d
 from ejkernel.kernels import _launch
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
@@ -32,10 +43,13 @@ LONG = (
     Case("several spans", batch=1, tokens=150, channels=3),
     Case("several spans, packed", lengths=(64, 1, 3, 60, 20), channels=3, padding=2),
     Case("several blocks of channels", tokens=9, channels=515),
+    Case("several spans, norms", batch=1, tokens=150, channels=32, unit_dim=16),
+    Case("several blocks of channels, norms", tokens=5, channels=640, unit_dim=128),
+    Case("norms of heads that no program has whole", tokens=5, channels=9, unit_dim=3),
 )
 
 
-@pytest.mark.parametrize("case", (*SERVED, *LONG), ids=str)
+@pytest.mark.parametrize("case", (*SERVED, *UNITS, *LONG), ids=str)
 def test_results_and_gradients(case):
     check(case, platform="triton")
 
@@ -43,11 +57,20 @@ def test_results_and_gradients(case):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (np.float16, 2e-3)])
 def test_dtypes(dtype, tolerance):
     check(Case("ragged", lengths=RAGGED, padding=3), dtype, tolerance, platform="triton")
+    norms = Case("ragged, norms", lengths=RAGGED, padding=3, channels=8, unit_dim=4)
+    check(norms, dtype, tolerance, platform="triton")
 
 
-def test_split_calls_and_packing_have_the_bits_of_whole_ones():
-    run = functools.partial(ejkernel.causal_conv1d, platform="triton")
-    arrays = Case("bits", batch=1, tokens=70, channels=5).arrays(np.float32)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_norms_of_heads_of_any_size(dtype, tolerance):
+    check_sizes(Case("sizes", channels=24, unit_dim=4, bias=False), dtype, tolerance, platform="triton")
+
+
+@pytest.mark.parametrize("unit_dim", [0, 4])
+def test_split_calls_and_packing_have_the_bits_of_whole_ones(unit_dim):
+    front = functools.partial(unit_conv1d, unit_dim=unit_dim) if unit_dim else ejkernel.causal_conv1d
+    run = functools.partial(front, platform="triton")
+    arrays = Case("bits", batch=1, tokens=70, channels=8).arrays(np.float32)
     x, given = arrays["x"], (arrays["weight"], arrays["bias"], "silu")
     whole, state = run(x, *given)
     cuts = [0, 1, 3, 20, 70]
@@ -67,12 +90,13 @@ def test_split_calls_and_packing_have_the_bits_of_whole_ones():
         np.testing.assert_array_equal(finals[n : n + 1], last)
 
 
+@pytest.mark.parametrize("unit_dim", [0, 2])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_nothing_leaks(number):
+def test_nothing_leaks(number, unit_dim):
     """From one sequence or from padding into another, packed and in rows of several."""
     for case, bad_states in (
-        (Case("packed", lengths=RAGGED, padding=3), [0, 1, 3]),
-        (Case("segments", ids=ROWS_OF_SEVERAL), []),
+        (Case("packed", lengths=RAGGED, padding=3, channels=4, unit_dim=unit_dim), [0, 1, 3]),
+        (Case("segments", ids=ROWS_OF_SEVERAL, channels=4, unit_dim=unit_dim), []),
     ):
         arrays = case.arrays(np.float32)
         if case.ids is None:

@@ -35,6 +35,8 @@ def supports(call: Call) -> str | None:
 
 def run(call: Call, *arrays: jax.Array | None) -> Results:
     """The output and the final states; arrays as `Inputs` lists them."""
+    if call.unit_dim:
+        return xla.with_norms_apart(run, call, *arrays)
     return _differentiable.call(OP, call, Inputs(*_varying.align(arrays)))
 
 

@@ -21,6 +21,7 @@ Results = tuple[jax.Array, jax.Array]
 DEVICE = "ejkernel.kernels.convolution.triton.device.walk"
 _MOST_TAPS = 8  # the weight's rows and the tokens before are in registers
 _DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
+_MOST_COLUMNS = 512
 # Tokens a program walks through, of which so many are loaded at once. Backward, longer spans write fewer partial sums.
 _SPAN, _GROUP = 64, 8
 _SPAN_BACK, _GROUP_BACK = 128, 4
@@ -39,6 +40,8 @@ def supports(call: Call) -> str | None:
 
 def run(call: Call, *arrays: jax.Array | None) -> Results:
     """The output and the final states; arrays as `Inputs` lists them."""
+    if call.unit_dim and (call.unit_dim & (call.unit_dim - 1) or call.unit_dim > _MOST_COLUMNS):
+        return xla.with_norms_apart(run, call, *arrays)  # no program has whole heads
     inputs = Inputs(*_varying.align(arrays))
     return _differentiable.call(OP, call, inputs)
 
@@ -59,6 +62,7 @@ class Constants:
     group: int  # tokens loaded at once
     columns: int  # channels a program
     columns_blocks: int
+    unit_dim: int  # channels of a head that is divided by its norm; 0 without
 
 
 def _launch_walk(
@@ -73,7 +77,7 @@ def _launch_walk(
 ) -> Any:
     """Runs a kernel over all tokens; `outputs` may have functions of the number of spans in all rows for shapes."""
     span = min(span, padded(call.tokens, 1))
-    columns = min(512, padded(call.channels, 32))
+    columns = min(_MOST_COLUMNS, padded(call.channels, 32))
     has_states = inputs.initial_state is not None and call.history > 0
     constants = Constants(
         tokens=call.tokens,
@@ -88,6 +92,7 @@ def _launch_walk(
         group=min(group, span),
         columns=columns,
         columns_blocks=cdiv(call.channels, columns),
+        unit_dim=call.unit_dim,
     )
     arrays: dict[str, Any] = {
         "x": inputs.x,

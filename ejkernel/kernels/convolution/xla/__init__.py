@@ -1,6 +1,7 @@
 """The short convolution in plain JAX: sums of shifted arrays. Runs anywhere."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel._dispatch import warn_of_tangents
+from ejkernel._normalization import normalized
 from ejkernel.kernels import _differentiable, _varying
 from ejkernel.kernels._differentiable import Op, by_jvp
 from ejkernel.kernels.convolution.call import Call, Inputs
@@ -16,6 +18,7 @@ from ejkernel.kernels.convolution.states import final_gradient, final_states, in
 
 Results = tuple[jax.Array, jax.Array]
 Join = Callable[[list[jax.Array], int], jax.Array]
+EPSILON = 1e-6  # of a head's norm
 # Tokens whose cotangents are computed at once: few enough that what is between input and output stays in a CPU's cache.
 _BLOCK = 128
 
@@ -154,12 +157,28 @@ def _sums_of_tokens(products: list[jax.Array]) -> jax.Array:
 
 
 def activated(call: Call, sums: jax.Array) -> jax.Array:
-    return jax.nn.silu(sums) if call.activation == "silu" else sums
+    return units(call, jax.nn.silu(sums) if call.activation == "silu" else sums)
+
+
+def units(call: Call, x: jax.Array) -> jax.Array:
+    """Each head of `x [..., D]` divided by its norm, if the call has one."""
+    if not call.unit_dim:
+        return x
+    return normalized(x.reshape(*x.shape[:-1], call.heads, call.unit_dim), EPSILON).reshape(x.shape)
+
+
+def with_norms_apart(run: Callable[..., Results], call: Call, *arrays: jax.Array | None) -> Results:
+    """`run(call, *arrays)` of kernels that divide no heads by their norms: XLA does it, in the dtype of sums."""
+    output, final = run(replace(call, unit_dim=0), *arrays)
+    return units(call, output.astype(call.sum_dtype)).astype(call.dtype), final
 
 
 def d_activated(call: Call, sums: jax.Array, d_output: jax.Array) -> jax.Array:
     """The cotangent of the sums."""
     d_output = d_output.astype(call.sum_dtype)
+    if call.unit_dim:
+        plain = replace(call, unit_dim=0)
+        (d_output,) = jax.vjp(lambda x: units(call, x), activated(plain, sums))[1](d_output)
     if call.activation is None:
         return d_output
     share = jax.nn.sigmoid(sums)

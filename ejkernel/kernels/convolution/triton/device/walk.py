@@ -6,6 +6,10 @@
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.chunks.triton.device.heads import SMALL, inverse_norm
+
+EPSILON = tl.constexpr(1e-6)
+
 
 @triton.jit
 def forward(p, CALL: tl.constexpr):
@@ -29,6 +33,9 @@ def forward(p, CALL: tl.constexpr):
             b_sum = _sum(b_taps, b_weights, b_bias, CALL)
             if CALL.silu:
                 b_sum = b_sum * tl.sigmoid(b_sum)
+            if CALL.unit_dim:
+                b_inverse, b_factor = _inverse_norms(_heads(b_sum, CALL), CALL)
+                b_sum = tl.reshape((_heads(b_sum, CALL) * b_factor) * b_inverse, [CALL.columns])
             if CALL.placed:
                 b_sum = tl.where(n_before >= 0, b_sum, 0.0)
             _store_token(p.output, i_row, i_t + i, i_first, CALL.tokens, b_sum, o_d, m_d, CALL)
@@ -70,9 +77,13 @@ def backward(p, CALL: tl.constexpr):
             n_before = n_befores[i]
             b_taps = _taps(p, i_row, i_t + i, n_before, b_rows[i], b_past, o_d, m_d, CALL)
             b_d_sum = b_d_rows[i]
-            if CALL.silu:
+            if CALL.silu or CALL.unit_dim:
                 b_sum = _sum(b_taps, b_weights, b_bias, CALL)
+            if CALL.silu:
                 b_share = tl.sigmoid(b_sum)
+            if CALL.unit_dim:
+                b_d_sum = _d_unit(b_sum * b_share if CALL.silu else b_sum, b_d_sum, CALL)
+            if CALL.silu:
                 b_d_sum = b_d_sum * (b_share * (1.0 + b_sum * (1.0 - b_share)))
             b_d_sum = tl.where(n_before >= 0, b_d_sum, 0.0)
             b_counted = tl.where(i_t + i < n_end, b_d_sum, 0.0)
@@ -198,6 +209,30 @@ def _shifted(b_token, b_past, CALL: tl.constexpr):
         return b_past
     else:
         return (b_token,) + b_past[: W - 2]
+
+
+@triton.jit
+def _heads(b_x, CALL: tl.constexpr):
+    """The channels of a token by heads, `[heads, unit_dim]`."""
+    return tl.reshape(b_x, [CALL.columns // CALL.unit_dim, CALL.unit_dim])
+
+
+@triton.jit
+def _inverse_norms(b_heads, CALL: tl.constexpr):
+    """As `inverse_norm` has it, `[heads, 1]`."""
+    b_small = b_heads * SMALL
+    b_inverse, b_factor = inverse_norm(tl.sum(b_heads * b_heads, 1), tl.sum(b_small * b_small, 1), EPSILON)
+    return b_inverse[:, None], b_factor[:, None]
+
+
+@triton.jit
+def _d_unit(b_x, b_d_unit, CALL: tl.constexpr):
+    """The cotangent of a token from that of its heads divided by their norms."""
+    b_heads, b_d_heads = _heads(b_x, CALL), _heads(b_d_unit, CALL)
+    b_inverse, b_factor = _inverse_norms(b_heads, CALL)
+    b_unit = (b_heads * b_factor) * b_inverse
+    b_along = tl.sum(b_unit * b_d_heads, 1)[:, None]
+    return tl.reshape((b_d_heads - b_unit * b_along) * (b_inverse * b_factor), [CALL.columns])
 
 
 @triton.jit
