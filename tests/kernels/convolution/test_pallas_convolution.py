@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pallas_interpreter
 import pytest
-from convolution_cases import CASES, RAGGED, ROWS_OF_SEVERAL, Case, check, results_and_gradients, spoilt
+from convolution_cases import CASES, RAGGED, ROWS_OF_SEVERAL, UNITS, Case, check, results_and_gradients, spoilt
 
 import ejkernel
 from ejkernel._dispatch import SlowerImplementationWarning, _warn_once
@@ -34,7 +34,9 @@ SEVERAL_BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("case", [*(each for each in CASES if each.name in NAMES), *SEVERAL_BLOCKS], ids=str)
+@pytest.mark.parametrize(
+    "case", [*(each for each in CASES if each.name in NAMES), *UNITS[:1], *SEVERAL_BLOCKS], ids=str
+)
 def test_results_and_gradients(case):
     check(case, platform="pallas")
 
