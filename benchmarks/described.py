@@ -14,7 +14,6 @@ import numpy as np
 
 from benchmarks.tpu import prepare
 from ejkernel import _devices
-from ejkernel.kernels import _launch
 
 # What XLA asks of a GPU that is not there: an H200, by its data sheet and CUDA's tables.
 H200 = """
@@ -61,7 +60,7 @@ class Platform:
 
 PLATFORMS = {
     # without a GPU nothing can be tried out
-    "gpu": Platform("cuda", _launch.TARGET, (4, 8), {"xla_gpu_autotune_level": 0}),
+    "gpu": Platform("cuda", "triton_kernel_call", (4, 8), {"xla_gpu_autotune_level": 0}),
     "tpu": Platform("tpu", "tpu_custom_call", (4, 16), {}),
 }
 

@@ -18,7 +18,6 @@ from flax import nnx
 
 from benchmarks import described, gpu_rows, gpu_serving, hlo
 from ejkernel import layers
-from ejkernel.kernels import _launch
 
 WIDTH, KEYS, STEPS = 2048, 4096, 24
 BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -132,7 +131,7 @@ def count(work: Work) -> dict[str, Any]:
     compiled = described.compiled(program(work), shapes, donated, **options)
     kernels, moved = collections.Counter[str](), collections.Counter[str]()
     for kind, _, size in hlo.launches(compiled.as_text()):
-        whose = {"matmul": "products", _launch.TARGET: "ours"}.get(kind, "others")
+        whose = {"matmul": "products", "triton_kernel_call": "ours"}.get(kind, "others")
         kernels[whose] += 1
         moved[whose] += size
     if work.layer == "MultiHeadAttention":

@@ -24,8 +24,9 @@ from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
 from ejkernel.kernels import _kernel_cache, _pallas, _varying
 
-# What launches a kernel in a compiled program. XLA captures the newer of the two in CUDA graphs.
-TARGET = "triton_kernel_call_ffi" if jax.__version_info__ >= (0, 10, 2) else "triton_kernel_call"
+# CUDA graphs capture kernels where this is among XLA's flags. Without it XLA would join such a kernel with the slices of
+# larger arrays that it reads and writes: some programs then do not compile, others run a kernel twice (JAX 0.11.2).
+GRAPHS = "--xla_gpu_enable_dynamic_slice_fusion=false"
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
 
@@ -77,6 +78,12 @@ def unavailable() -> str | None:
         return "no NVIDIA GPU here to compile for"
     module = _jax_triton()
     return f"needs Triton and jax-triton, {INSTALL} ({module})" if isinstance(module, str) else None
+
+
+def target() -> str:
+    """What launches a kernel in a compiled program: of JAX's two calls the one that CUDA graphs capture, if it may."""
+    graphs = jax.__version_info__ >= (0, 10, 2) and GRAPHS in os.environ.get("XLA_FLAGS", "").split()
+    return "triton_kernel_call_ffi" if graphs else "triton_kernel_call"
 
 
 def capability() -> int | None:
@@ -224,14 +231,11 @@ def _primitive() -> Any:
             each = launch.beside.pop()
             _kernel_cache.start(each.key(), each.compile)
         compiled: Any = _kernel_cache.get(launch.key(), launch.compile)
-        if TARGET == "triton_kernel_call_ffi":
-            compiled = {"name": mlir.ir.StringAttr.get("ejkernel"), "opaque": mlir.ir.StringAttr.get(compiled)}
-        rule: Any = jax.ffi.ffi_lowering(
-            TARGET,
-            api_version=2 if isinstance(compiled, bytes) else 4,
-            backend_config=compiled,
-            operand_output_aliases=dict(launch.aliases),
-        )
+        options: dict[str, Any] = {"api_version": 2, "backend_config": compiled}
+        if target() == "triton_kernel_call_ffi":
+            named = {"name": "ejkernel", "opaque": compiled}
+            options = {"backend_config": {name: mlir.ir.StringAttr.get(each) for name, each in named.items()}}
+        rule: Any = jax.ffi.ffi_lowering(target(), operand_output_aliases=dict(launch.aliases), **options)
         return rule(ctx, *arrays)
 
     mlir.register_lowering(primitive, lower, platform="cuda")

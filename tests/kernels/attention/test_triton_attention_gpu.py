@@ -202,7 +202,7 @@ def test_exported():
     """What is exported has the kernels in it, and runs when it is read back."""
     case = scaled(Case("", **GROUPED, queries=50, keys=50, options={"causal": True}), 5, key_dim=64, value_dim=64)
     moving, fixed, cotangents = arrays_of(case, "bfloat16")
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(_launch.TARGET)]
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(_launch.target())]
     run = program(case)
     exported = jax.export.export(run, platforms=["cuda"], disabled_checks=allowed)(moving, fixed, cotangents)
     again = jax.export.deserialize(exported.serialize())

@@ -55,30 +55,13 @@ def absorbed(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL: tl
     BM: tl.constexpr = CALL.rows
     BN: tl.constexpr = CALL.columns
     BDV: tl.constexpr = CALL.value_block
-    sums = (
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.zeros([BM, BDV], tl.float32),
-        tl.zeros([BM], tl.int32),
-    )
-    # blocks that every row sees whole, and those before and behind them that some rows do not
-    i_whole = i_from
-    if CALL.windowed:
-        i_whole = tl.minimum(i_to, tl.maximum(i_from, tl.cdiv(begin + CALL.size - p.left, BN) * BN))
-        sums = absorb(sums, b_q, b_q_rest, p, n, i_kv, i_from, i_whole, end, o_at, True, CALL)
-    i_edge = tl.maximum(i_whole, tl.minimum(i_to, begin // BN * BN))
-    sums = absorb(sums, b_q, b_q_rest, p, n, i_kv, i_whole, i_edge, end, o_at, False, CALL)
-    return absorb(sums, b_q, b_q_rest, p, n, i_kv, i_edge, i_to, end, o_at, True, CALL)
-
-
-@triton.jit
-def absorb(sums, b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, o_at, EDGE: tl.constexpr, CALL: tl.constexpr):
-    """Sums that take in blocks of keys; `EDGE`: of which some rows may not see all."""
-    BN: tl.constexpr = CALL.columns
     PAGE: tl.constexpr = CALL.page
     HKV: tl.constexpr = CALL.kv_heads
     o_n = tl.arange(0, BN)
-    b_top, b_total, b_sum, b_bad = sums
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    b_total = tl.zeros([BM], tl.float32)
+    b_sum = tl.zeros([BM, BDV], tl.float32)
+    b_bad = tl.zeros([BM], tl.int32)
     for i_k in range(i_from, i_to, BN):
         o_j = i_k + o_n
         i_place = o_j // PAGE
@@ -107,17 +90,17 @@ def absorb(sums, b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, o_at, EDGE: tl.co
         b_shrink = tl.exp2(b_top - b_base)
         b_top = b_new
         b_total = b_total * b_shrink + tl.sum(b_p, 1)
-        if CALL.latent and CALL.value_block == CALL.key_block:
-            b_v = b_k
-        elif CALL.latent:
-            b_v = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.key_dim, HKV, b_q.dtype)
         if CALL.latent:
+            b_v = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.key_dim, HKV, b_q.dtype)
             if CALL.value_block != CALL.value_dim:
                 b_v = tl.where((tl.arange(0, CALL.value_block) < CALL.value_dim)[None, :], b_v, 0.0)
         else:
             b_v = load_page_rows(p.value_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.value_dim, HKV, b_q.dtype)
         m_known = m_page
-        if EDGE:
+        at_edge = i_k + BN > begin
+        if CALL.windowed:
+            at_edge = at_edge | (i_k < begin + CALL.size - p.left)
+        if at_edge:
             # some rows do not see some of these values, which must not matter then even if they are NaN: 0 · NaN is NaN
             m_finite = tl.abs(b_v.to(tl.float32)) < float("inf")
             m_known = m_known & (tl.min(m_finite.to(tl.int32), 1) > 0)
