@@ -367,6 +367,9 @@ def auto_heads():
     for i, op in enumerate([*ALONE, *SPREADABLE[1::2]]):
         fitting = [each for each in ("B", "HG", "BHG") if set(each) & set("".join(op.arrays.values()))]
         check_on_mesh(op, fitting[i % len(fitting)], AUTO, entered=i % 2 > 0, spread=False)
+    for op in (ALONE[0], SPREADABLE[1], SPREADABLE[-1]):
+        # of plain arrays XLA says what every device has without the mesh's axes
+        check_on_mesh(op, "", AUTO, entered=True, spread=False)
 
 
 def gathers():

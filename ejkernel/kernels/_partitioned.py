@@ -131,7 +131,9 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
     outputs = _outputs(body, call, sizes, [each.dtype for each in inputs.values()])
 
     def partition(mesh: Any, operands: Any, _: Any) -> Any:
-        specs = {name: each.sharding.spec for name, each in zip(names, operands, strict=False)}
+        # what is whole on every device may come with a sharding that names no axes
+        known = (getattr(each.sharding, "spec", PartitionSpec()) for each in operands)
+        specs = dict(zip(names, known, strict=False))
         split = _mesh.split(call, mesh, sizes, specs, outputs)
         static = _with_call(body.static, split.call)
         of_inputs = [each for each in split.arrays if each is not None]
