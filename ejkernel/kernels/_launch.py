@@ -24,8 +24,8 @@ from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
 from ejkernel.kernels import _kernel_cache, _pallas, _varying
 
-# CUDA graphs capture kernels where this is among XLA's flags. Without it XLA would join such a kernel with the slices of
-# larger arrays that it reads and writes: some programs then do not compile, others run a kernel twice (JAX 0.11.2).
+# CUDA graphs capture kernels where this is among the flags of XLA. Without it XLA would join these with the slices of
+# larger arrays that it reads and writes. Some programs do not compile then, others run a kernel twice (JAX 0.11.2).
 GRAPHS = "--xla_gpu_enable_dynamic_slice_fusion=false"
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
