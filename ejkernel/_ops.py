@@ -94,12 +94,8 @@ class Op:
         return tuple(each.reshape(*each.shape[:2], *arrays["x"].shape[2:]) for each in results)
 
     def runs_on(self) -> str:
-        """Where it runs and by what, for people: `anything (XLA), NVIDIA GPUs (Triton)`."""
-        names: dict[str | None, list[str]] = {None: []}
-        for each in reversed(self.implementations):
-            for device in each.devices or (None,):
-                names.setdefault(device, []).append(NAMES[each.name])
-        return ", ".join(f"{DEVICES[device]} ({' or '.join(each[::-1])})" for device, each in names.items())
+        """Its implementations by their names for people: `XLA, Triton, Pallas`."""
+        return ", ".join(NAMES[each.name] for each in reversed(self.implementations))
 
     def ordinary_call(self) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of a call of ordinary size, as shapes."""

@@ -64,19 +64,28 @@ def test_a_long_legend_makes_the_picture_higher_not_the_curves_lower():
     assert spans[0] == pytest.approx(spans[1], abs=3)
 
 
+def corners(svg):
+    """Those of the first series' bars; the last is the legend's."""
+    paths = ElementTree.fromstring(svg).iter(f"{SVG}path")
+    bars = [each for each in paths if f"fill: {drawing.COLOURS[0]}" in (each.get("style") or "")]
+    return [np.array(re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", each.get("d")), float) for each in bars]
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_bars_are_as_long_as_the_logarithms(flat):
     values = [1e-3, 1e-1, None]
     svg = bars("t", "ms", ["x", "y", "z"], {"a": values, "b": [1e-2, None, 1.0]}, flat=flat)
-    lengths = []
-    for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
-        if f"fill: {drawing.COLOURS[0]}" in (path.get("style") or ""):
-            corners = np.array(re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path.get("d")), float)
-            lengths.append(np.ptp(corners[:, 0 if flat else 1]))
-    *drawn, _ = lengths  # the last is the legend's
+    *drawn, _ = (np.ptp(each[:, 0 if flat else 1]) for each in corners(svg))
     # the axis begins at 1e-4, a decade below the least
     assert len(drawn) == 2 and drawn[1] == pytest.approx(3 * drawn[0], abs=0.1)
     assert {"x", "y", "z", "a", "b", "ms"} <= set(words(svg))
+
+
+def test_bars_are_as_long_as_the_numbers():
+    svg = bars("t", "ms", ["x", "y"], {"a": [1.25, 5.0], "b": [2.0, None]}, flat=True, log=False)
+    first, second, _ = (np.ptp(each[:, 0]) for each in corners(svg))
+    assert second == pytest.approx(4 * first, abs=0.1)
+    assert {"1.25", "5.00", "2.00"} <= set(words(svg))
 
 
 def test_any_numbers_can_be_drawn():
