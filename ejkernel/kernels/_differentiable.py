@@ -13,7 +13,7 @@ Residuals are only remembered values of functions of the inputs, so derivatives 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,12 +40,12 @@ class Op:
 
     Attributes:
         forward: `forward(static, inputs)` gives the outputs.
+        reference: The same outputs as `forward`, in a form that JAX can differentiate any number of times.
         forward_with_residuals: `forward_with_residuals(static, inputs)` gives the outputs, and what `backward` can use
-            again.
+            again. `None` instead of the function stands for no residuals.
         backward: `backward(static, inputs, residuals, cotangents, wanted)` gives the inputs' cotangents, as a tree like
             `inputs`. A cotangent is `None` where it is zero. `wanted`, also like `inputs`, says which ones are asked
-            for; the others may be `None` or anything.
-        reference: The same outputs as `forward`, in a form that JAX can differentiate any number of times.
+            for; the others may be `None` or anything. `None` instead of the function stands for that of `reference`.
         tangent: `tangent(static, inputs, residuals, tangents)` gives the outputs once more, and the outputs' tangents.
             `tangents` is like `inputs`, with `None` where there is no tangent. `None` instead of the function stands
             for `by_jvp(reference)`.
@@ -61,14 +61,19 @@ class Op:
     """
 
     forward: Callable[..., Any]
-    forward_with_residuals: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., Any]
     reference: Callable[..., Any]
+    forward_with_residuals: Callable[..., tuple[Any, Any]] | None = None
+    backward: Callable[..., Any] | None = None
     tangent: Callable[..., Any] | None = None
     keeps: Callable[[Any], Any] | None = None
     fold: Callable[..., tuple[Any, Any] | None] | None = None
     splits: bool = True
     one_device: bool = False
+
+    def with_residuals(self, static: Any, inputs: Any) -> tuple[Any, Any]:
+        if self.forward_with_residuals is None:
+            return self.forward(static, inputs), None
+        return self.forward_with_residuals(static, inputs)
 
 
 def call(op: Op, static: Any, inputs: Any) -> Any:
@@ -101,7 +106,7 @@ def _one_operation(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, A
 
 def _run_forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
     with _kernel_cache.one_pass():
-        return op.forward_with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
+        return op.with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
 
 
 @functools.cache
@@ -270,7 +275,9 @@ class _Problem:
     def backward(
         self, inputs: Sequence[Any], residuals: Sequence[Any], given: tuple[bool, ...], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """The wanted inputs' cotangents, by the op's own backward pass."""
+        """The wanted inputs' cotangents, by the op's own backward pass if it has one."""
+        if self.op.backward is None:
+            return self.cotangents(inputs, given, cotangents)
         following = iter(cotangents)
         found = self.op.backward(
             self.static,
@@ -290,7 +297,7 @@ class _Problem:
             return run(*operands, problem=replace(self, static=static), **params)
 
         def known(static: Any, *leaves: Any) -> Any:
-            outputs, residuals = self.op.forward_with_residuals(static, jax.tree.unflatten(self.inputs, leaves))
+            outputs, residuals = self.op.with_residuals(static, jax.tree.unflatten(self.inputs, leaves))
             return jax.tree.leaves(
                 (outputs, residuals if self.op.keeps is None else (self.op.keeps(outputs), residuals))
             )
@@ -517,6 +524,7 @@ def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...], name: str | None = None)
 
     def backward(static: Any, inputs: Any, residuals: Any, cotangents: Any, wanted: Any) -> Any:
         def run(inputs: Any, residuals: Any, cotangents: Any) -> Any:
+            assert op.backward is not None
             found = tree.flatten_up_to(op.backward(static, inputs, residuals, cotangents, wanted))
             return [each if asked else None for each, asked in zip(found, jax.tree.leaves(wanted), strict=True)]
 
@@ -527,9 +535,9 @@ def _vmapped(op: Op, tree: Any, axes: tuple[bool, ...], name: str | None = None)
         assert op.tangent is not None
         return vmap(functools.partial(op.tangent, static), (mapped, 0, 0))(inputs, residuals, tangents)
 
-    forward, with_residuals, reference = map(vmapped, (op.forward, op.forward_with_residuals, op.reference))
-    own = None if op.tangent is None else tangent
-    return Op(forward, with_residuals, backward, reference, own, op.keeps, splits=False)
+    forward, reference, with_residuals = map(vmapped, (op.forward, op.reference, op.with_residuals))
+    own = None if op.backward is None else backward, None if op.tangent is None else tangent
+    return Op(forward, reference, with_residuals, *own, op.keeps, splits=False)
 
 
 def foldable(run: Callable[..., Any], fold: Callable[..., Any], static: Any) -> Callable[[Any], Any]:
@@ -566,9 +574,17 @@ def refuse_derivatives(name: str, function: Callable[..., Any]) -> Callable[...,
     return differentiable
 
 
-def fold_rows(inputs: Any, size: int, mapped: Any) -> Any:
-    """`inputs` of `size` calls as those of one whose rows are all of theirs, for `Op.fold`."""
-    return jax.tree.map(lambda x, each: _joined(_spread(x, size, each)), inputs, mapped)
+def fold_rows(inputs: Any, size: int, mapped: Any, shared: Iterable[str] = ()) -> Any:
+    """`inputs` of `size` calls as those of one whose rows are all of theirs, for `Op.fold`.
+
+    Fields of these names are not mapped, and stay as they are.
+    """
+    same = {name: getattr(inputs, name) for name in shared}
+    if same:
+        nothing = dict.fromkeys(same)
+        inputs, mapped = inputs._replace(**nothing), mapped._replace(**nothing)
+    folded = jax.tree.map(lambda x, each: _joined(_spread(x, size, each)), inputs, mapped)
+    return folded._replace(**same) if same else folded
 
 
 def _spread(x: Any, size: int, is_mapped: bool) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
@@ -27,6 +28,8 @@ from ejkernel.kernels import _kernel_cache, _pallas, _varying
 # CUDA graphs capture kernels where this is among the flags of XLA. Without it XLA would join these with the slices of
 # larger arrays that it reads and writes. Some programs do not compile then, others run a kernel twice (JAX 0.11.2).
 GRAPHS = "--xla_gpu_enable_dynamic_slice_fusion=false"
+# What kernels read and write.
+DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
 
@@ -78,6 +81,16 @@ def unavailable() -> str | None:
         return "no NVIDIA GPU here to compile for"
     module = _jax_triton()
     return f"needs Triton and jax-triton, {INSTALL} ({module})" if isinstance(module, str) else None
+
+
+def refused_dtype(*dtypes: Any) -> str | None:
+    """Which of these dtypes no Triton kernel takes, or `None`."""
+    return next((f"dtype {each} is none of bfloat16, float16, float32" for each in dtypes if each not in DTYPES), None)
+
+
+def refusal(dtypes: Sequence[Any], sizes: Sequence[Any]) -> str | None:
+    """Why no Triton kernel takes arrays of these dtypes and sizes here, or `None` if one may."""
+    return refused_dtype(*dtypes) or ("an array without elements" if 0 in sizes else unavailable())
 
 
 def target() -> str:

@@ -278,7 +278,7 @@ def _tangent(static: Static, operands: Any, residuals: Any, tangents: Any) -> tu
     return by_jvp(_reference)(static, operands, residuals, tangents)
 
 
-OP = Op(_forward, _forward_with_residuals, _backward, _reference, _tangent, splits=False)
+OP = Op(_forward, _reference, _forward_with_residuals, _backward, _tangent, splits=False)
 
 
 def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:

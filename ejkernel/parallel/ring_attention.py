@@ -396,7 +396,7 @@ def _tangent(static: Static, arrays: Arrays, residuals: Any, tangents: Arrays) -
     return by_jvp(output)(static, arrays, residuals, tangents)
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, _tangent, keeps=lambda output: output, splits=False)
+OP = Op(_forward, _reference, _with_residuals, _backward, _tangent, keeps=lambda output: output, splits=False)
 
 
 def _run_block(static: Static, name: Literal["forward", "backward"], call: Call, *arrays: Any) -> Any:

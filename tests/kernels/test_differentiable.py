@@ -46,7 +46,7 @@ def one_by_one(static, size, inputs, mapped, wanted):
 
 
 def op(**options):
-    return Op(plain, with_residuals, backward, plain, keeps=lambda outputs: outputs, **options)
+    return Op(plain, plain, with_residuals, backward, keeps=lambda outputs: outputs, **options)
 
 
 OPS = {"vmap": op(), "fold": op(fold=folded), "loop": op(fold=one_by_one), "tangent": op(tangent=by_jvp(plain))}
@@ -144,7 +144,7 @@ def test_reverse_mode_runs_the_op_itself():
     def forbidden(*_):
         raise AssertionError("the reference was traced")
 
-    kernels = Op(plain, with_residuals, backward, forbidden, keeps=lambda outputs: outputs)
+    kernels = Op(plain, forbidden, with_residuals, backward, keeps=lambda outputs: outputs)
     gradient = jax.jit(jax.grad(loss(function(partial(call, kernels))), (0, 1)))
     assert gradient.lower(X, Y).as_text().count("stablehlo.cosine") == 1
 
@@ -157,7 +157,7 @@ def marked(static, inputs):
 
 def test_forward_mode_computes_the_outputs_once():
     """They come with the tangents, and XLA removes the forward pass; where tangents come later, it stays."""
-    op = Op(lambda *x: marked(*x)[0], marked, backward, plain, keeps=lambda outputs: outputs)
+    op = Op(lambda *x: marked(*x)[0], plain, marked, backward, keeps=lambda outputs: outputs)
     f = function(partial(call, op))
 
     def program(run):
@@ -182,7 +182,7 @@ def test_an_op_with_a_tangent_pass():
     def forbidden(*_):
         raise AssertionError("the reference was traced")
 
-    op = Op(plain, with_residuals, backward, forbidden, tangent, keeps=lambda outputs: outputs)
+    op = Op(plain, forbidden, with_residuals, backward, tangent, keeps=lambda outputs: outputs)
     f, g = function(partial(call, op)), function(plain)
     for name in ("jvp", "jvp of one", "linearize", "jacfwd", "vmap of jvp", "jvp of scan", "jvp of checkpoint", "grad"):
         for a, b in zip(jax.tree.leaves(CASES[name](f)), jax.tree.leaves(CASES[name](g)), strict=True):
@@ -197,6 +197,6 @@ def test_a_cotangent_that_nobody_gives_is_none():
         seen.append((cotangents["product"] is None, cotangents["sum"] is None, wanted))
         return backward(static, inputs, residuals, cotangents, wanted)
 
-    recording = Op(plain, with_residuals, record, plain, keeps=lambda outputs: outputs)
+    recording = Op(plain, plain, with_residuals, record, keeps=lambda outputs: outputs)
     jax.grad(lambda x: function(partial(call, recording))(x, Y).sum())(X)
     assert seen == [(False, True, Inputs(True, False, False))]

@@ -76,7 +76,7 @@ def borrowed(
             call, inputs, residuals, tangents
         )
 
-    return Op(forward, with_residuals, backward, _by_xla, tangent, fold=lambda *_: None)
+    return Op(forward, _by_xla, with_residuals, backward, tangent, fold=lambda *_: None)
 
 
 def _by_xla(call: Call, inputs: Inputs) -> Array:

@@ -69,7 +69,7 @@ def _op(kernels: Kernels) -> Op:
             return by_jvp(reference)(static, inputs, residuals, tangents)
         return _linear_tangents(functools.partial(forward, static), inputs, tangents)
 
-    return Op(forward, with_residuals, backward, reference, tangent, fold=_fold)
+    return Op(forward, reference, with_residuals, backward, tangent, fold=_fold)
 
 
 def _linear_tangents(run: Callable[[Any], Results], inputs: Any, tangents: Any) -> tuple[Results, Results]:

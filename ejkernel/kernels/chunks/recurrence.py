@@ -160,6 +160,6 @@ def _fold(static: tuple[Recurrence, Any], size: int, operands: Any, mapped: Any,
     return (recurrence, larger), fold_rows(operands, size, mapped)
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, tangent=by_jvp(_tangent))
+OP = Op(_forward, _reference, _with_residuals, _backward, tangent=by_jvp(_tangent))
 # the number of steps depends on values: mapped calls of them would all run as long as the longest
 SEGMENTED = replace(OP, fold=_fold)

@@ -1,7 +1,7 @@
 """What a call of the short convolution is: its static facts and its arrays."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -83,7 +83,5 @@ def fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) 
     """Rows of mapped calls join the batch, unless they have weights of their own, or gradients of them."""
     if call.layout == "packed" or any((mapped.weight, mapped.bias, wanted.weight, wanted.bias)):
         return None
-    nothing: Any = {"weight": None, "bias": None}
-    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))
     larger = replace(call, batch=call.batch * size, sequences=call.sequences * size)
-    return larger, folded._replace(weight=inputs.weight, bias=inputs.bias)
+    return larger, fold_rows(inputs, size, mapped, ("weight", "bias"))

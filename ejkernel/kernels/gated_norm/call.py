@@ -1,7 +1,7 @@
 """What a gated norm is: its static facts and its arrays."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -61,6 +61,4 @@ def fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) 
     """Rows of mapped calls join the batch, unless they have parameters of their own, or gradients of them."""
     if any((mapped.scale, mapped.skip, wanted.scale, wanted.skip)):
         return None
-    nothing: Any = {"scale": None, "skip": None}
-    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))
-    return replace(call, batch=call.batch * size), folded._replace(scale=inputs.scale, skip=inputs.skip)
+    return replace(call, batch=call.batch * size), fold_rows(inputs, size, mapped, ("scale", "skip"))

@@ -13,14 +13,12 @@ from ejkernel.kernels.attention.triton.differentiation import attend
 from ejkernel.kernels.attention.triton.plan import decodes, operand_dtype, padded_dims
 
 _LARGEST_DIM, _LARGEST_FLOAT32_DIM = 512, 256
-_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    for dtype in (operand_dtype(call), call.dtype):
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is none of bfloat16, float16, float32"
+    if (refused := _launch.refused_dtype(operand_dtype(call), call.dtype)) is not None:
+        return refused
     if call.softmax_dtype != np.float32:
         return f"softmax_dtype {call.softmax_dtype}; it takes float32"
     if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
@@ -30,9 +28,7 @@ def supports(call: Call) -> str | None:
     sizes = (call.batch, call.queries, call.keys, call.heads, call.key_dim, call.value_dim, call.sequences, call.sinks)
     if not all(isinstance(each, int | None) for each in sizes):
         return "a symbolic size"
-    if 0 in sizes:
-        return "an array without elements"
-    return _launch.unavailable()
+    return _launch.refusal([call.dtype], sizes)
 
 
 def slowest(call: Call) -> str | None:

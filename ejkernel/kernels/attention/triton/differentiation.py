@@ -106,8 +106,7 @@ def _fold(static: Static, size: int, inputs: Inputs, mapped: Inputs, wanted: Inp
     if inputs.query_offset is not None:
         offset = inputs.query_offset if mapped.query_offset else inputs.query_offset[None]
         shared["query_offset"] = jnp.broadcast_to(offset, (size, call.batch)).reshape(-1)
-    nothing: Any = dict.fromkeys(shared)
-    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))._replace(**shared)
+    folded = fold_rows(inputs, size, mapped, shared)._replace(**shared)
     larger = replace(
         call,
         batch=call.batch * size,
@@ -117,4 +116,4 @@ def _fold(static: Static, size: int, inputs: Inputs, mapped: Inputs, wanted: Inp
     return (larger, plan), folded
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, _tangent, keeps=itemgetter(0), fold=_fold)
+OP = Op(_forward, _reference, _with_residuals, _backward, _tangent, keeps=itemgetter(0), fold=_fold)

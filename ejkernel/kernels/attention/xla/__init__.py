@@ -80,4 +80,4 @@ def _log_sum_exp(top: Array, total: Array) -> Array:
     return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
 
 
-OP = Op(_forward, _with_residuals, _backward, _reference, tangent=by_jvp(_tangent), keeps=itemgetter(0))
+OP = Op(_forward, _reference, _with_residuals, _backward, tangent=by_jvp(_tangent), keeps=itemgetter(0))

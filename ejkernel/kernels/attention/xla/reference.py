@@ -170,4 +170,4 @@ def _backward(call: Call, arrays: Any, residuals: list[Array], cotangents: Any, 
     return tuple(found.get(i) for i in range(len(arrays)))
 
 
-OP = Op(_forward, _with_residuals, _backward, _forward)
+OP = Op(_forward, _forward, _with_residuals, _backward)

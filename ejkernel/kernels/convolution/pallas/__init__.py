@@ -210,11 +210,4 @@ class _Kernel:
         return list(found)
 
 
-OP = Op(
-    _forward,
-    lambda call, inputs: (_forward(call, inputs), None),
-    _backward,
-    xla.reference,
-    xla.tangent_behind_kernels,
-    fold=fold,
-)
+OP = Op(_forward, xla.reference, backward=_backward, tangent=xla.tangent_behind_kernels, fold=fold)

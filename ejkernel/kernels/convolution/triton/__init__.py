@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels import _differentiable, _launch, _varying
 from ejkernel.kernels._differentiable import Op
@@ -20,7 +19,6 @@ from ejkernel.xla_utils.utils import cdiv
 Results = tuple[jax.Array, jax.Array]
 DEVICE = "ejkernel.kernels.convolution.triton.device.walk"
 _MOST_TAPS = 8  # the weight's rows and the tokens before are in registers
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 _MOST_COLUMNS = 512
 # Tokens a program walks through, of which so many are loaded at once. Backward, longer spans write fewer partial sums.
 _SPAN, _GROUP = 64, 8
@@ -29,13 +27,9 @@ _SPAN_BACK, _GROUP_BACK = 128, 4
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.taps > _MOST_TAPS:
         return f"more than {_MOST_TAPS} taps (W={call.taps})"
-    if 0 in (call.batch, call.tokens, call.channels, call.sequences):
-        return "an array without elements"
-    return _launch.unavailable()
+    return _launch.refusal([call.dtype], (call.batch, call.tokens, call.channels, call.sequences))
 
 
 def run(call: Call, *arrays: jax.Array | None) -> Results:
@@ -152,11 +146,4 @@ def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, want
     return Inputs(d_x, d_sums[: call.taps], d_bias, d_states if has_states else None, None, None)
 
 
-OP = Op(
-    _forward,
-    lambda call, inputs: (_forward(call, inputs), None),
-    _backward,
-    xla.reference,
-    xla.tangent_behind_kernels,
-    fold=fold,
-)
+OP = Op(_forward, xla.reference, backward=_backward, tangent=xla.tangent_behind_kernels, fold=fold)

@@ -277,4 +277,4 @@ def tangent_behind_kernels(call: Call, inputs: Inputs, residuals: None, tangents
     return by_jvp(reference)(call, inputs, residuals, tangents)
 
 
-OP = Op(forward, lambda call, inputs: (forward(call, inputs), None), backward, reference)
+OP = Op(forward, reference, backward=backward)

@@ -19,18 +19,14 @@ from ejkernel.kernels.delta_rule.triton.launcher import Plan
 
 _KERNELS = Kernels(passes.forward, passes.backward, lambda call, inputs: xla.run(call, *inputs))
 _LARGEST_KEY_DIM = 256
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.key_dim > _LARGEST_KEY_DIM:
         return f"a key dim above {_LARGEST_KEY_DIM} (K={call.key_dim})"
-    if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
-        return "an array without elements"
-    return _launch.unavailable()
+    sizes = (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences)
+    return _launch.refusal([call.dtype], sizes)
 
 
 def run(call: Call, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels import _differentiable, _launch, _varying
 from ejkernel.kernels._differentiable import Op
@@ -17,7 +15,6 @@ from ejkernel.kernels.gated_norm.call import Call, Inputs, fold
 from ejkernel.xla_utils.utils import cdiv
 
 DEVICE = "ejkernel.kernels.gated_norm.triton.device.rows"
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 _LARGEST_DIM = 8192
 _NUMBERS = 4096  # of an array that a program holds at once, unless a row has more
 _ROWS = 64  # that a program goes through at least; backward, more write fewer partial sums
@@ -25,13 +22,9 @@ _ROWS = 64  # that a program goes through at least; backward, more write fewer p
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.dim > _LARGEST_DIM:
         return f"more than {_LARGEST_DIM} dims"
-    if 0 in (call.batch, call.tokens, call.heads, call.dim):
-        return "an array without elements"
-    return _launch.unavailable()
+    return _launch.refusal([call.dtype], (call.batch, call.tokens, call.heads, call.dim))
 
 
 def run(call: Call, *arrays: Any) -> jax.Array:
@@ -105,4 +98,4 @@ def _backward(call: Call, inputs: Inputs, residuals: None, d_output: Any, wanted
     return Inputs(found.d_x, found.d_gate, d_scale, found.d_value, d_skip)
 
 
-OP = Op(_forward, lambda call, inputs: (_forward(call, inputs), None), _backward, xla.gated_norm, fold=fold)
+OP = Op(_forward, xla.gated_norm, backward=_backward, fold=fold)

@@ -20,13 +20,10 @@ from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 _LARGEST_DIM = 512  # that gates may be folded into
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if call.key_dim > _LARGEST_DIM:
         return f"a key dim above {_LARGEST_DIM} (K={call.key_dim})"
     if call.value_decay and call.value_dim > _LARGEST_DIM:
@@ -34,11 +31,10 @@ def supports(call: Call) -> str | None:
     if call.segmented and call.value_decay and call.decay == "key":
         # strong gates in one sequence would have XLA compute the others too, with other bits
         return "rows of several sequences (segment_ids) whose key dims and value dims decay"
-    if 0 in (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences):
-        return "an array without elements"
     if call.scale == 0 or not np.isfinite(call.scale):
         return f"softmax_scale {call.scale}: the gradient kernels divide by it"
-    return _launch.unavailable()
+    sizes = (call.batch, call.tokens, call.heads, call.key_dim, call.value_dim, call.sequences)
+    return _launch.refusal([call.dtype], sizes)
 
 
 def run(
@@ -118,4 +114,4 @@ def _common_dtype(call: Call, query: jax.Array, key: jax.Array, value: jax.Array
         # a query that was scaled comes in float32; it may be rounded as its keys are, since bfloat16 has the range
         return call.dtype
     dtypes = {each.dtype for each in (query, key, value)}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= _DTYPES else np.dtype(np.float32)
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*_launch.DTYPES} else np.dtype(np.float32)

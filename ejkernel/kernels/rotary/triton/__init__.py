@@ -5,9 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels import _differentiable, _launch
 from ejkernel.kernels._differentiable import Op, fold_rows
@@ -17,16 +15,11 @@ from ejkernel.kernels.rotary import xla
 from ejkernel.kernels.rotary.call import Call, Inputs, Results
 
 DEVICE = "ejkernel.kernels.rotary.triton.device.rotate"
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 
 
 def supports(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or `None` if it can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
-    if call.batch == 0:
-        return "an array without elements"
-    return _launch.unavailable()
+    return _launch.refusal([call.dtype], [call.batch])
 
 
 def run(call: Call, *arrays: Any) -> Results:
@@ -87,34 +80,16 @@ def _forward(call: Call, inputs: Inputs) -> Results:
     return Results(*found)
 
 
-def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
-    """By JAX: a single token is nothing to train on."""
-    results, pull = jax.vjp(lambda inputs: xla.rotate_and_store(call, inputs), inputs)
-    given = (jnp.zeros_like(x) if d is None else d for x, d in zip(results, cotangents, strict=True))
-    return pull(Results(*given))[0]
-
-
 _PARAMETERS = ("frequencies", "query_scale", "key_scale")
 
 
 def _fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) -> tuple[Call, Inputs] | None:
     """Rows of mapped calls join the batch, unless they have scales of their own, or gradients of them."""
-    nothing: Any = dict.fromkeys(_PARAMETERS)
     copies = inputs.query.shape[bool(mapped.query)] // call.batch
     if copies > 1 or any(getattr(each, name) for each in (mapped, wanted) for name in _PARAMETERS):
         return None
-    folded = fold_rows(inputs._replace(**nothing), size, mapped._replace(**nothing))
-    return replace(call, batch=call.batch * size), folded._replace(
-        **{name: getattr(inputs, name) for name in _PARAMETERS}
-    )
+    return replace(call, batch=call.batch * size), fold_rows(inputs, size, mapped, _PARAMETERS)
 
 
-OP = Op(
-    _forward,
-    lambda call, inputs: (_forward(call, inputs), None),
-    _backward,
-    xla.rotate_and_store,
-    fold=_fold,
-    splits=False,
-    one_device=True,
-)
+# a single token is nothing to train on: its gradients are by JAX
+OP = Op(_forward, xla.rotate_and_store, fold=_fold, splits=False, one_device=True)

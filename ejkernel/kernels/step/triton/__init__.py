@@ -17,7 +17,6 @@ from ejkernel.kernels.step import xla
 from ejkernel.kernels.step.call import Call, Inputs, Results
 
 DEVICE = "ejkernel.kernels.step.triton.device.token"
-_DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32)}
 _MOST_TAPS, _LARGEST_DIM = 8, 256
 STAGES, WARPS = 3, 4
 _STATE = 4096  # numbers of a memory that a program works on at once
@@ -25,15 +24,11 @@ _STATE = 4096  # numbers of a memory that a program works on at once
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the step, or `None` if they can."""
-    if call.dtype not in _DTYPES:
-        return f"dtype {call.dtype} is none of bfloat16, float16, float32"
     if max(call.key_dim, call.value_dim) > _LARGEST_DIM:
         return f"heads of more than {_LARGEST_DIM} dims"
     if call.taps > _MOST_TAPS:
         return f"more than {_MOST_TAPS} taps"
-    if call.batch == 0:
-        return "an array without elements"
-    return _launch.unavailable()
+    return _launch.refusal([call.dtype], [call.batch])
 
 
 def run(call: Call, *arrays: Any) -> Results:
@@ -177,33 +172,16 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
-    """By JAX: a single token is nothing to train on."""
-    results, pull = jax.vjp(lambda inputs: xla.step(call, inputs), inputs)
-    given = [jnp.zeros_like(x) if d is None else d for x, d in zip(results, cotangents, strict=True) if x is not None]
-    return pull(jax.tree.unflatten(jax.tree.structure(results), given))[0]
-
-
 _OF_ROWS = ("query", "key", "value", "gate", "beta", "output_gate", "memory", "recent")
 
 
 def _fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) -> tuple[Call, Inputs] | None:
     """Rows of mapped steps join the batch, unless they have parameters of their own, or gradients of them."""
-    parameters: Any = {name: None for name in Inputs._fields if name not in _OF_ROWS}
+    parameters = [name for name in Inputs._fields if name not in _OF_ROWS]
     if call.copies > 1 or any(getattr(each, name) for each in (mapped, wanted) for name in parameters):
         return None
-    folded = fold_rows(inputs._replace(**parameters), size, mapped._replace(**parameters))
-    return replace(call, batch=call.batch * size), folded._replace(
-        **{name: getattr(inputs, name) for name in parameters}
-    )
+    return replace(call, batch=call.batch * size), fold_rows(inputs, size, mapped, parameters)
 
 
-OP = Op(
-    _forward,
-    lambda call, inputs: (_forward(call, inputs), None),
-    _backward,
-    xla.step,
-    fold=_fold,
-    splits=False,
-    one_device=True,
-)
+# a single token is nothing to train on: its gradients are by JAX
+OP = Op(_forward, xla.step, fold=_fold, splits=False, one_device=True)

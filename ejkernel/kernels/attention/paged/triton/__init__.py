@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _launch, _varying
@@ -19,7 +18,6 @@ from ejkernel.kernels.attention.paged import xla
 from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, places
 
 DEVICE = "ejkernel.kernels.attention.paged.triton.device.pages"
-_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _LARGEST = {"D": 576, "Dv": 512}
 
 # Keys that are summed up apart, so that few queries of many keys fill a GPU.
@@ -59,16 +57,12 @@ class Constants:
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    for dtype in (call.dtype, *call.cached):
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is none of bfloat16, float16, float32"
     for name, dim in (("D", call.key_dim), ("Dv", call.value_dim)):
         if dim > _LARGEST[name]:
             return f"{name}={dim}, above {_LARGEST[name]}"
-    if 0 in (call.tokens, call.sequences, call.places, call.pages, call.heads, call.key_dim, call.value_dim):
-        return "an array without elements"
-    if (missing := _launch.unavailable()) is not None:
-        return missing
+    sizes = (call.tokens, call.sequences, call.places, call.pages, call.heads, call.key_dim, call.value_dim)
+    if (refusal := _launch.refusal((call.dtype, *call.cached), sizes)) is not None:
+        return refusal
     if not _half(call) and max(call.key_dim, call.value_dim) > 256 and MEMORY.get(_launch.capability() or 90) != LARGE:
         return "float32 with a head dim above 256, for which this GPU has not the shared memory"
     return None
