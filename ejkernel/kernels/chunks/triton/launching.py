@@ -32,6 +32,51 @@ def has_few_tokens(call: Any) -> bool:
     return call.tokens <= (3 * call.sequences if call.packed else FEW_TOKENS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels of either recurrence are compiled for. The fields with defaults are some kernels' own."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    decay: str
+    scale: float
+    packed: bool
+    listed: bool  # rows hold several sequences, and their chunks are listed
+    whole: bool  # no chunk has a ragged end, which spares masks
+    flip: bool  # the last token comes first
+    precision: str  # of dots on float32 operands
+    levels: int  # of dyadic blocks of a chunk
+    query_heads: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    key_block: int = 0  # dims, or heads, that a program takes at once
+    value_block: int = 0
+    head_block: int = 0
+    start: bool = False  # there is a state, or a cotangent, to start from
+    pooled: bool = False  # states are slots of a pool
+    last: bool = False  # the last state, or the cotangent of the first, is wanted
+
+    @staticmethod
+    def facts(call: Any, config: Any) -> dict[str, Any]:
+        """Those without defaults."""
+        return {
+            "heads": call.heads,
+            "key_dim": call.key_dim,
+            "value_dim": call.value_dim,
+            "chunk": config.chunk,
+            "decay": call.decay,
+            "scale": float(call.scale),
+            "packed": call.packed,
+            "listed": call.segmented,
+            "whole": not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
+            "flip": call.reverse,
+            "precision": config.precision,
+            "levels": config.chunk.bit_length() - 1,
+        }
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One call, its cut in blocks, and how its kernels are launched."""

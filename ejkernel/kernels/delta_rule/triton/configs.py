@@ -1,6 +1,7 @@
 """Tile sizes by GPU and shape class, as data. Hopper's are measured; the others fit their shared memory."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
@@ -47,6 +48,11 @@ class Config:
     keys_coincide: Tile = _THIN
 
 
+def _walks(tile: Tile) -> dict[str, Any]:
+    """All walks with the same tiles."""
+    return dict.fromkeys(("forward", "forward_only", "effects", "backward"), tile)
+
+
 # fmt: off
 _HALF = {  # bfloat16, by the padded key dim
     LARGE: {
@@ -54,51 +60,40 @@ _HALF = {  # bfloat16, by the padded key dim
             forward=Tile(128, warps=8, stages=2), forward_only=Tile(128, warps=8, stages=3),
             effects=Tile(64, stages=3), backward=Tile(128, warps=8, stages=2),
             gradients=Tile(128, warps=8), key_block=128, fill=132, keys_coincide=Tile(64)),
-        256: Config(chunk=64, invert="bf16x3", system=Tile(64), gated=Tile(32, stages=2),
-            forward=Tile(64, warps=8), forward_only=Tile(64, warps=8), effects=Tile(64, warps=8),
-            backward=Tile(64, warps=8), gradients=Tile(128, warps=8), key_block=128, fill=132),
+        256: Config(chunk=64, invert="bf16x3", system=Tile(64), gated=Tile(32, stages=2), **_walks(Tile(64, warps=8)),
+            gradients=Tile(128, warps=8), key_block=128, fill=132),
     },
     MEDIUM: {
-        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(64, stages=2),
-            forward_only=Tile(64, stages=2), effects=Tile(64, stages=2), backward=Tile(64, stages=2),
+        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), **_walks(Tile(64, stages=2)),
             gradients=Tile(64), key_block=64, fill=216),
-        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
-            fill=216),
+        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=64, fill=216),
     },
     SMALL: {
-        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
-            fill=256),
-        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(32), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=64,
-            fill=256),
+        128: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(64), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=64, fill=256),
+        256: Config(chunk=32, invert="bf16x3", system=Tile(64), gated=Tile(32), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=64, fill=256),
     },
 }
 _FULL = {  # float32
     LARGE: {
-        128: Config(chunk=32, invert="tf32x3", system=Tile(64), gated=Tile(64), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
-            fill=264),
-        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
-            fill=264),
+        128: Config(chunk=32, invert="tf32x3", system=Tile(64), gated=Tile(64), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=32, fill=264),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=32, fill=264),
     },
     MEDIUM: {
-        128: Config(chunk=32, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(64), key_block=32,
-            fill=216),
-        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(16),
-            forward_only=Tile(16), effects=Tile(16), backward=Tile(16), gradients=Tile(64), key_block=32,
-            fill=216),
+        128: Config(chunk=32, invert="tf32x3", system=Tile(32), gated=Tile(32), **_walks(Tile(32)),
+            gradients=Tile(64), key_block=32, fill=216),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), **_walks(Tile(16)),
+            gradients=Tile(64), key_block=32, fill=216),
     },
     SMALL: {
-        128: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(32),
-            forward_only=Tile(32), effects=Tile(32), backward=Tile(32), gradients=Tile(32), key_block=32,
-            fill=256),
-        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), forward=Tile(16),
-            forward_only=Tile(16), effects=Tile(16), backward=Tile(16), gradients=Tile(32), key_block=32,
-            fill=256),
+        128: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), **_walks(Tile(32)),
+            gradients=Tile(32), key_block=32, fill=256),
+        256: Config(chunk=16, invert="tf32x3", system=Tile(32), gated=Tile(32), **_walks(Tile(16)),
+            gradients=Tile(32), key_block=32, fill=256),
     },
 }
 # fmt: on

@@ -13,7 +13,7 @@ from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.triton import launching
 from ejkernel.kernels.chunks.triton.launching import F32, capability
 from ejkernel.kernels.chunks.triton.packing import Packing
-from ejkernel.kernels.delta_rule.call import Call, Decay
+from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton import configs
 from ejkernel.kernels.delta_rule.triton.configs import Config
 from ejkernel.xla_utils.utils import cdiv
@@ -73,40 +73,19 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What kernels are compiled for; device code gets it as `CALL`. The fields with defaults are some kernels' own."""
+class Constants(launching.Constants):
+    """What kernels are compiled for; device code gets it as `CALL`."""
 
-    heads: int
-    query_heads: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int
-    decay: Decay
-    scale: float
-    packed: bool
-    listed: bool  # rows hold several sequences, and their chunks are listed
-    whole: bool  # no chunk has a ragged end, which spares masks
-    flip: bool  # the last token comes first
     middle: bool  # one gate a key dim, folded against the middle of a chunk
     keys_may_coincide: bool  # chunks whose keys coincide are taken once more, with more digits than 16 bit have
-    precision: str  # of dots on float32 operands
     invert: str  # of those that make an inverse
     solve: str  # of those that apply it
     flat: bool  # code is of the kind that Triton 3.6 compiles for Blackwell too; Hopper's is as it was timed
-    levels: int  # of dyadic blocks of a chunk
     fine: bool  # gates are summed up with all digits of float32
     limit: float  # bits of decay from a chunk's middle beyond which gates are too strong for that reference
-    key_block: int = 0  # dims, or heads, that a program takes at once
-    value_block: int = 0
-    part_block: int = 0
-    head_block: int = 0
+    part_block: int = 0  # dims that a program takes at once
     each: int = 1  # heads that a program goes through
     look: int = 1  # flags that it looks at, padded
-    start: bool = False  # there is a state, or a cotangent, to start from
-    pooled: bool = False  # states are slots of a pool
-    last: bool = False  # the cotangent of the first state is asked for
     keep: bool = False  # what the backward needs is stored
     back: bool = False  # from the last segment to the first
     time: str = "whole"  # as `device.walk` has it
@@ -126,27 +105,16 @@ class Launcher(launching.Launcher):
         # float16 has too small a range for that, and float32 more digits than products of that
         middle = call.decay == "key" and call.dtype == jnp.bfloat16
         constants = Constants(
-            heads=call.heads,
+            **Constants.facts(call, config),
             query_heads=query.shape[2],
             key_heads=key.shape[2],
             value_heads=value.shape[2],
-            key_dim=call.key_dim,
-            value_dim=call.value_dim,
-            chunk=config.chunk,
-            decay=call.decay,
-            scale=float(call.scale),
-            packed=call.packed,
-            listed=call.segmented,
-            whole=not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
-            flip=call.reverse,
             middle=middle,
             keys_may_coincide=call.dtype == jnp.bfloat16,
-            precision=config.precision,
             invert=config.invert,
             # one pass of TF32 has three digits more than bfloat16
             solve="tf32" if call.dtype == jnp.bfloat16 else config.precision,
             flat=capability() != 90,
-            levels=config.chunk.bit_length() - 1,
             fine=fine,
             # a state leaves a chunk's middle and enters the next one's by one factor, which float32 has to have
             limit=40.0 if fine else 63.0 if middle else 80.0,

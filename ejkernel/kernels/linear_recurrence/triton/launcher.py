@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.chunks.triton import launching
 from ejkernel.kernels.chunks.triton.launching import capability
 from ejkernel.kernels.chunks.triton.packing import Packing
-from ejkernel.kernels.linear_recurrence.call import Call, Decay
+from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
@@ -62,31 +62,13 @@ class Walk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What kernels are compiled for; device code gets it as `CALL`. The fields with defaults are some kernels' own."""
+class Constants(launching.Constants):
+    """What kernels are compiled for; device code gets it as `CALL`."""
 
-    heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int
     group: int
-    decay: Decay
-    scale: float
-    packed: bool
-    listed: bool  # rows hold several sequences, and their chunks are listed
-    whole: bool  # no chunk has a ragged end, which spares masks
-    flip: bool  # the last token comes first
     wide: bool  # operands are carried as float32
-    precision: str  # of dots on float32 operands
-    levels: int  # of dyadic blocks of a chunk
     walk: Walk | None = None
-    query_heads: int = 0
-    key_heads: int = 0
-    value_heads: int = 0
     output_heads: int = 0
-    key_block: int = 0  # dims, or heads, that a program takes at once
-    value_block: int = 0
-    head_block: int = 0
     heads_at_once: int = 0
     dims: int = 0  # of a row that a thread has
     bounded: bool = False  # chunks of bounded gates are left to kernels of their own
@@ -95,9 +77,6 @@ class Constants:
     met_parts: int = 1
     decays: int = 1  # of a time segment: one, or one a dim
     reverse: bool = False
-    start: bool = False  # there is a state to start from
-    pooled: bool = False  # states are slots of a pool
-    last: bool = False  # the last state is wanted
     start_scale: float = 1.0
     last_scale: float = 1.0
     limit: float = 0.0  # bits of decay in half a chunk beyond which it is flagged
@@ -111,22 +90,7 @@ class Launcher(launching.Launcher):
     @staticmethod
     def of(call: Call, plan: Plan, cu_seqlens: jax.Array | None) -> "Launcher":
         config = plan.config
-        constants = Constants(
-            heads=call.heads,
-            key_dim=call.key_dim,
-            value_dim=call.value_dim,
-            chunk=config.chunk,
-            group=plan.group,
-            decay=call.decay,
-            scale=float(call.scale),
-            packed=call.packed,
-            listed=call.segmented,
-            whole=not (call.packed or call.segmented) and call.tokens % config.chunk == 0,
-            flip=call.reverse,
-            wide=Plan.carried(call),
-            precision=config.precision,
-            levels=config.chunk.bit_length() - 1,
-        )
+        constants = Constants(**Constants.facts(call, config), group=plan.group, wide=Plan.carried(call))
         # an empty sequence has a segment: it still hands its initial state on
         lengths = config.chunk, config.chunk * plan.group, plan.segment
         return Launcher(call, plan, Packing.of_call(call, cu_seqlens, lengths), constants)
