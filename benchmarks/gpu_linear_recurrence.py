@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import drawing, gpu_rows
+from benchmarks import gpu_rows
 from benchmarks.gpu_rows import clock
 from benchmarks.timing import Row
 from ejkernel.kernels.linear_recurrence import triton as triton_gpu
@@ -172,16 +172,6 @@ def launch_overhead() -> dict[str, float]:
     kernel, _ = clock(jax.jit(program(work, triton_gpu.run, work.call)), [arrays])
     add, _ = clock(jax.jit(lambda x: x + 1), [arrays[:1]])
     return {"triton": round(kernel * 1e3, 1), "xla": round(add * 1e3, 1)}
-
-
-def draw(report: dict[str, Any]) -> str:
-    """The rows with a bar, as a picture."""
-    rows = [row for row in report["rows"] if row.get("bar_ms")]
-    names = {"this library": "ms", "fla 0.6.0": "fla_ms", "memory floor": "floor_ms"}
-    series = {name: [row[key] for row in rows] for name, key in names.items()}
-    size = (640, 90 + 36 * len(rows))
-    title = "Gated linear recurrence, one H200"
-    return drawing.bars(title, "ms", [row["name"] for row in rows], series, flat=True, size=size)
 
 
 def fla_times() -> dict[str, float]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import beside_peers, gpu_linear_recurrence, linear_recurrence, time_for_a_byte
+from benchmarks import beside_peers, linear_recurrence, time_for_a_byte
 
 ROOT = Path(__file__).parent.parent
 PICTURES: dict[str, Any] = {
@@ -16,7 +16,6 @@ PICTURES: dict[str, Any] = {
         beside_peers.draw,
     ),
     "docs/assets/time_for_a_byte.svg": ("time_for_a_byte.json", time_for_a_byte.draw),
-    "docs/linear_recurrence_gpu.svg": ("linear_recurrence_h200.json", gpu_linear_recurrence.draw),
     "benchmarks/results/linear_recurrence_by_length.svg": (
         "linear_recurrence_by_length.json",
         linear_recurrence.draw,

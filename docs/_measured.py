@@ -52,7 +52,6 @@ PEERS = {
     "scan": "`lax.scan`",
     "jax.nn": "`jax.nn`, XLA",
     "cudnn": "`jax.nn`, cuDNN",
-    "fla": "fla",
 }
 
 
@@ -460,7 +459,6 @@ TABLES = {
     "cudnn": _cudnn,
     "pytorch": _pytorch,
     "bench_h200": lambda: _bench("bench_h200"),
-    "bench_h200_fla": lambda: _bench("bench_h200_fla"),
 }
 
 
