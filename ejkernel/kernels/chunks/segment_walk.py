@@ -26,7 +26,8 @@ class Stream(NamedTuple):
     """The rows of a call as one stream.
 
     The states of chunks that are not visited first of their sequence are kept for the walk back. In a row they start at
-    least a chunk's size apart, so the tokens before one, counted in chunks, are a place of its own.
+    least a chunk's size apart, so the tokens before one, counted in chunks, are a place of its own. The other states,
+    which nobody reads, go to the row's last place.
     """
 
     call: Call  # one row, packed
@@ -67,13 +68,14 @@ def _stream(call: Call, ids: jax.Array) -> Stream:
     visited_first = offset + (end - 1 if call.reverse else begin)
     start = jnp.minimum(here, B * T - C)
     chunks = Chunks(row, start, here, behind, visited_first, first, last, row_first, row_last)
-    return Stream(flat, chunks, row * _places(call) + at // C, (count + G - 1) // G, call.reverse)
+    place = jnp.where(first | ~exists, _places(call) - 1, at // C)
+    return Stream(flat, chunks, row * _places(call) + place, (count + G - 1) // G, call.reverse)
 
 
 def _places(call: Call) -> int:
     """How many states are kept of a row."""
     flat = replace(call, batch=1, tokens=call.batch * call.tokens, packed=True, segmented=False)
-    return -(-call.tokens // layout.chunk_size(flat))
+    return -(-call.tokens // layout.chunk_size(flat)) + 1
 
 
 def _flat(x: Any) -> Any:
@@ -96,9 +98,7 @@ def forward(
         states, (at_start, extra) = walk.pass_step(flat, states, step, starts, advance, effects.transition, back=False)
         output = layout.put(flat, step, output, walk.step_output(flat, math, effects, at_start, extra))
         if keep_states:
-            for j, place in enumerate(places):
-                before = lax.dynamic_index_in_dim(kept, place)
-                state = jnp.where(step.first[j] | (step.low[j] == step.high[j]), before, at_start[j])
+            for state, place in zip(at_start, places, strict=True):
                 kept = lax.dynamic_update_index_in_dim(kept, state, place, 0)
         return states, output, kept
 

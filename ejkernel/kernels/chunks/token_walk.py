@@ -119,9 +119,9 @@ def forward_of_segments(call: Call, write: Write, arrays: Arrays, inputs: Inputs
         token = map_gates(lambda x: x.astype(call.state_dtype), _select(token, mark))
         reset, valid = (x[:, :, None, None] for x in (mark.reset, mark.valid))
         state = write(call, token, _decayed_at(at, jnp.where(reset, 0, before), token))
+        state = jnp.where(valid, state, before)
         read = jnp.where(valid, _read(call, token.query, state), 0)
-        output = lax.dynamic_update_slice_in_dim(output, read, at, 1)
-        return jnp.where(valid, state, before), output
+        return state, lax.dynamic_update_slice_in_dim(output, read, at, 1)
 
     return lax.fori_loop(0, call.tokens, visit, (initial_states(call, inputs), output))[::-1]
 
