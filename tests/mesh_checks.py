@@ -277,7 +277,7 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
         plain = call(placed) if eager else ()
     compare((results, grads), op, what)
     if spread and set("BTHG") <= set(letters):
-        check_collectives(op, hlo.collectives(program.as_text()), what)
+        check_collectives(op, hlo.collectives(program.as_text()), mesh, what)
     if not spread and op not in UTILITIES and "T" not in letters:
         # sums of what devices share, and nothing else
         moved = {each for each, _ in hlo.collectives(program.as_text())}
@@ -290,13 +290,13 @@ def check_on_mesh(op, letters, kind, entered, spread, eager=False):
             assert x.sharding.is_equivalent_to(expected, x.ndim), f"{op}, {what}: {jax.typeof(x)}"
 
 
-def check_collectives(op, found, what):
+def check_collectives(op, found, mesh, what):
     """Between two slices of time a device's own share of states or keys travels, each way, and nothing else does.
 
     What is the same on all devices is summed: final states, and the gradients of initial ones, decays and sinks.
     """
     assert {kind for kind, _ in found} <= {"collective-permute", "all-reduce"}, f"{op}, {what}: {found}"
-    share = {each: SIZES[each] // (2 if each in AXES else 1) for each in SIZES}
+    share = {each: size // mesh.shape.get(AXES.get(each), 1) for each, size in SIZES.items()}
     K, V = share["K"], share["V"]
     if op.name == "flash_attention":
         tokens = share["B"] * share["T"] if "B" in op.arrays["query"] else share["T"]
