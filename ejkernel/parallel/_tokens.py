@@ -20,7 +20,7 @@ from jax import lax
 from ejkernel import _checks, _sharding
 from ejkernel._dispatch import Implementation, resolve, warn_of_tangents
 from ejkernel.kernels import _differentiable, _phases, _varying
-from ejkernel.kernels._differentiable import Op, by_jvp
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.chunks.segments import runs
 from ejkernel.parallel._exchange import Algebra, Exchange
 

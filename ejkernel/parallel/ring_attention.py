@@ -25,7 +25,7 @@ from ejkernel._dispatch import Implementation, Later, resolve, warn_of_tangents
 from ejkernel._front import public
 from ejkernel.attention import QKV, _bind
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op, by_jvp
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group

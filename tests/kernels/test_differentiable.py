@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ejkernel.kernels._differentiable import SAVED, Op, by_jvp, call, fold_rows
+from ejkernel.kernels._differentiable import SAVED, call
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op, by_jvp
 
 
 class Inputs(NamedTuple):

@@ -12,7 +12,7 @@ import jax
 from jax import Array
 
 from ejkernel._dispatch import warn_of_tangents
-from ejkernel.kernels._differentiable import Op, by_jvp
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents, differentiable

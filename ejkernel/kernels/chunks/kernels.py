@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._dispatch import warn_of_tangents
-from ejkernel.kernels import _differentiable
-from ejkernel.kernels._differentiable import Op, by_jvp, fold_rows
+from ejkernel.kernels import _differentiable, _mapping
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op, by_jvp
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -87,7 +88,7 @@ def _linear_tangents(run: Callable[[Any], Results], inputs: Any, tangents: Any) 
 
 def foldable(function: Callable[..., Any], call: Any, plan: Any) -> Callable[..., Any]:
     """`function(call, plan, *arrays)` of the arrays alone, which `vmap` maps as it maps the op; for parts of it."""
-    run = _differentiable.foldable(lambda static, arrays: function(*static, *arrays), _fold, (call, plan))
+    run = _mapping.foldable(lambda static, arrays: function(*static, *arrays), _fold, (call, plan))
     return lambda *arrays: run(arrays)
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op, by_jvp, fold_rows
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.chunks import layout, segment_walk, token_walk, walk
 from ejkernel.kernels.chunks.first_gates import initial_states, start_states
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ejkernel.kernels._differentiable import fold_rows
+from ejkernel.kernels._mapping import fold_rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels import _differentiable
-from ejkernel.kernels._differentiable import Op, fold_rows
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op, by_jvp
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.masks import by_group

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op
+from ejkernel.kernels._op import Op
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.dropout import kept
 from ejkernel.kernels.attention.inputs import alike, heads_first, heads_last

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _differentiable, _launch
+from ejkernel.kernels import _launch, _mapping
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.call import Call
 from ejkernel.kernels.chunks.pools import PooledCall, checkpoints
@@ -76,7 +76,7 @@ def run(step: Callable[..., Results], call: Call, *arrays: jax.Array | None) -> 
         end = jnp.full((1,), static.tokens, jnp.int32)
         return step(static, Packing(jnp.concatenate([borders, end])[None]), slots, *inputs)
 
-    return _differentiable.foldable(one, lambda *_: None, call)(arrays)
+    return _mapping.foldable(one, lambda *_: None, call)(arrays)
 
 
 def supports(core: Callable[[Any], str | None]) -> Callable[[PooledCall], str | None]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _differentiable, _pallas, _varying
-from ejkernel.kernels._differentiable import Op
+from ejkernel.kernels._op import Op
 from ejkernel.kernels.convolution import xla
 from ejkernel.kernels.convolution.call import Call, Inputs, fold
 from ejkernel.kernels.convolution.pallas import plan

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _differentiable, _launch, _varying
-from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels._op import Op
 from ejkernel.kernels.convolution import xla
 from ejkernel.kernels.convolution.call import Call, Inputs, fold
 from ejkernel.kernels.convolution.places import Places, places

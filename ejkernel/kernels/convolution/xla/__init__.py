@@ -11,7 +11,7 @@ from jax import lax
 from ejkernel._dispatch import warn_of_tangents
 from ejkernel._normalization import normalized
 from ejkernel.kernels import _differentiable, _varying
-from ejkernel.kernels._differentiable import Op, by_jvp
+from ejkernel.kernels._op import Op, by_jvp
 from ejkernel.kernels.convolution.call import Call, Inputs
 from ejkernel.kernels.convolution.places import Places, places
 from ejkernel.kernels.convolution.states import final_gradient, final_states, initial_states, put, take

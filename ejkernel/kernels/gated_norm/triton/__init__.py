@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from ejkernel.kernels import _differentiable, _launch, _varying
-from ejkernel.kernels._differentiable import Op
 from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels._op import Op
 from ejkernel.kernels.gated_norm import xla
 from ejkernel.kernels.gated_norm.call import Call, Inputs, fold
 from ejkernel.xla_utils.utils import cdiv

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels import _differentiable, _launch
-from ejkernel.kernels._differentiable import Op, fold_rows
 from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op
 from ejkernel.kernels._views import View
 from ejkernel.kernels.rotary import xla
 from ejkernel.kernels.rotary.call import Call, Inputs, Results

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _differentiable, _launch
-from ejkernel.kernels._differentiable import Op, fold_rows
 from ejkernel.kernels._launch import Tile, padded, shape
+from ejkernel.kernels._mapping import fold_rows
+from ejkernel.kernels._op import Op
 from ejkernel.kernels._views import View
 from ejkernel.kernels.step import xla
 from ejkernel.kernels.step.call import Call, Inputs, Results
