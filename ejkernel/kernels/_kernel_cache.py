@@ -29,7 +29,7 @@ _THREADS = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Kernels launched in this context belong to one pass: once one of them is lowered, all will be."""
+    """Kernels launched in this context belong to one pass: when the first is lowered, all are compiled in parallel."""
     token = _pass.set([])
     try:
         yield
@@ -37,14 +37,14 @@ def one_pass() -> Iterator[None]:
         _pass.reset(token)
 
 
-def of_this_pass() -> list[Any]:
-    """The launches of the pass that is traced now; whoever launches a kernel adds it."""
+def launches_of_this_pass() -> list[Any]:
+    """The launches of the pass that is being traced; `_launch.launch` appends to it."""
     launches = _pass.get()
     return [] if launches is None else launches
 
 
 def digest(*parts: object) -> str:
-    """A name for what depends on `parts` alone; their `repr` must say all of them."""
+    """A name for something that depends on `parts` only, through their `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -57,7 +57,7 @@ def start(key: str, make: Callable[[], bytes]) -> Future[bytes]:
 
 
 def get(key: str, make: Callable[[], bytes]) -> bytes:
-    """The compiled kernel, once it is there. It is not held in memory: a later call finds the file."""
+    """Waits for the compiled kernel and returns it. It is not held in memory: a later call reads the file."""
     try:
         return start(key, make).result()
     finally:
@@ -67,7 +67,7 @@ def get(key: str, make: Callable[[], bytes]) -> bytes:
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """A process's own threads; a fork has none of its parent's."""
+    """The threads of this process: a forked process does not have its parent's."""
     return ThreadPoolExecutor(os.cpu_count() if _THREADS else 1, thread_name_prefix="ejkernel-compile")
 
 
@@ -87,7 +87,7 @@ def _file(key: str) -> Path | None:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` wrote, or `None` if there is no whole file."""
+    """What `_write` wrote, or `None` if the file is missing or damaged."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -97,7 +97,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, compiled: bytes) -> None:
-    """Writes another file and renames it, so that no process meets half a file."""
+    """Writes a temporary file and renames it, so that no process reads an unfinished one."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=file.parent)

@@ -1,7 +1,7 @@
-"""The one way to Triton: how a kernel is cut, what it is given, and how jax-triton, imported here alone, launches it.
+"""How every Triton kernel is launched, by jax-triton, which only this module imports.
 
-A kernel is a function `kernel(p, CALL)`. `p` is a named tuple of its arrays and sizes, in which what a call does not
-have is `None`, and `CALL` the record of all that it is compiled for.
+A kernel is a function `kernel(p, CALL)`. `p` is a named tuple of its arrays and sizes; those that a call does not have
+are `None`. `CALL` is a frozen record of all compile-time constants.
 """
 
 import ast
@@ -25,21 +25,21 @@ from ejkernel import _devices
 from ejkernel._dispatch import _warn_once
 from ejkernel.kernels import _kernel_cache, _pallas, _varying
 
-# CUDA graphs capture kernels where this is among the flags of XLA. Without it XLA would join these with the slices of
-# larger arrays that it reads and writes. Some programs do not compile then, others run a kernel twice (JAX 0.11.2).
+# With this flag of XLA, CUDA graphs can capture our kernels. Without it, XLA would fuse captured kernels with slices of
+# the arrays they read and write: some programs then do not compile, others run a kernel twice (JAX 0.11.2).
 GRAPHS = "--xla_gpu_enable_dynamic_slice_fusion=false"
-# What kernels read and write.
+# The dtypes that kernels read and write.
 DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 INSTALL = "the extra cuda, as by pip install '.[cuda]' in a checkout"
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: rows and columns of a program's tile, warps, and pipeline stages.
+    """The tile of one program, its warps, and its pipeline stages.
 
-    The rows are those of the state that a recurrence carries, and attention's queries; the columns are the state's
-    others, and attention's keys. `joined` is attention's: a walk is one loop that finds out which tiles are at an edge,
-    not a loop for each edge and one for what is between, so that loads never stop.
+    In a recurrence, rows and columns are those of the part of the state that a program carries; in attention, they are
+    queries and keys. `joined`, for attention, makes one loop over all blocks of keys that looks which blocks need a
+    mask, instead of three loops (before, inside and after the blocks that need none): loads are then never interrupted.
     """
 
     rows: int
@@ -55,7 +55,7 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def padded(dim: int, least: int = 16) -> int:
-    """The least power of two that holds `dim`; dots need 16."""
+    """The smallest power of two that is at least `dim` and `least`; matrix products need 16."""
     return max(least, 1 << (dim - 1).bit_length())
 
 
@@ -84,17 +84,17 @@ def unavailable() -> str | None:
 
 
 def refused_dtype(*dtypes: Any) -> str | None:
-    """Which of these dtypes no Triton kernel takes, or `None`."""
+    """A message about the first of these dtypes that no Triton kernel takes, or `None`."""
     return next((f"dtype {each} is none of bfloat16, float16, float32" for each in dtypes if each not in DTYPES), None)
 
 
 def refusal(dtypes: Sequence[Any], sizes: Sequence[Any]) -> str | None:
-    """Why no Triton kernel takes arrays of these dtypes and sizes here, or `None` if one may."""
+    """Why Triton cannot serve arrays of these dtypes and sizes here, or `None` if it may."""
     return refused_dtype(*dtypes) or ("an array without elements" if 0 in sizes else unavailable())
 
 
 def target() -> str:
-    """What launches a kernel in a compiled program: of JAX's two calls the one that CUDA graphs capture, if it may."""
+    """The custom call that launches a kernel: the one that CUDA graphs can capture, if the flag `GRAPHS` is set."""
     graphs = jax.__version_info__ >= (0, 10, 2) and GRAPHS in os.environ.get("XLA_FLAGS", "").split()
     return "triton_kernel_call_ffi" if graphs else "triton_kernel_call"
 
@@ -124,50 +124,51 @@ def launch(
     tile: Tile,
     in_place: Mapping[str, jax.Array] | None = None,
 ) -> Any:
-    """Runs `kernel` as `programs` programs; returns its outputs as a named tuple, `None` where one is.
+    """Runs `kernel` on a grid of `programs` programs, and returns its outputs as a named tuple.
 
-    Outputs that are in `in_place` start as these arrays, in their memory.
+    Outputs that are `None` stay so. Those that `in_place` names overwrite the array there: they start with its values,
+    in its memory.
     """
     if isinstance(module := _jax_triton(), str):
         raise RuntimeError(f"Triton kernels cannot be launched here: {module}")
-    given, made, before = operands(inputs, outputs, in_place)
-    parameters = list(given)
-    arrays = [each for each in given.values() if not isinstance(each, int)]
+    arguments, results, overwritten = operands(inputs, outputs, in_place)
+    parameters = list(arguments)
+    arrays = [each for each in arguments.values() if not isinstance(each, int)]
     it = Launch(
-        flat(kernel, (*inputs, *outputs), (*given, *made)),
+        flat(kernel, (*inputs, *outputs), (*arguments, *results)),
         tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays),
-        tuple(each for each in given.values() if isinstance(each, int)),
-        tuple(made.values()),
-        tuple((parameters.index(source), list(made).index(name)) for name, source in before.items()),
+        tuple(each for each in arguments.values() if isinstance(each, int)),
+        tuple(results.values()),
+        tuple((parameters.index(source), list(results).index(name)) for name, source in overwritten.items()),
         programs,
         tile,
         constants,
-        _kernel_cache.of_this_pass(),
+        _kernel_cache.launches_of_this_pass(),
     )
     if "out_type" in inspect.signature(module.triton_call).parameters:
-        results = _call_as_of_0_4(it, arrays, list(made))
+        values = _call_as_of_0_4(it, arrays, list(results))
     else:
-        it.beside.append(it)
-        results = _primitive().bind(*arrays, launch=it)
-    # kernels' results do not say over which axes of a mesh they vary
-    results = _varying.align((*arrays, *results))[len(arrays) :]
-    return named(outputs, dict(zip(made, results, strict=True)))
+        it.same_pass.append(it)
+        values = _primitive().bind(*arrays, launch=it)
+    # the primitive's results are not marked as varying over mesh axes
+    values = _varying.align((*arrays, *values))[len(arrays) :]
+    return named(outputs, dict(zip(results, values, strict=True)))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, all that it is compiled for, and how it is launched.
+    """A kernel, everything that it is compiled for, and how it is launched.
 
     Attributes:
-        kernel: what `flat` returns
-        arrays: shapes and dtypes of its first parameters
-        sizes: the integers that follow them
-        outputs: shapes and dtypes of its last parameters
-        aliases: pairs of an array and the output that takes its memory
-        programs: how many there are
-        tile: how the kernel is cut
-        constants: its `CALL`
-        beside: launches of its pass whose compilation has not begun; they are compiled side by side
+        kernel: What `flat` returns.
+        arrays: Shapes and dtypes of its first parameters.
+        sizes: The integers that follow them.
+        outputs: Shapes and dtypes of its last parameters.
+        aliases: Pairs of indices: an array, and the output that overwrites it.
+        programs: The size of the grid.
+        tile: The tile, warps and stages of a program.
+        constants: The kernel's `CALL`.
+        same_pass: Launches of the same pass whose compilation has not begun. They are compiled in parallel.
     """
 
     kernel: Any
@@ -178,7 +179,7 @@ class Launch:
     programs: int
     tile: Tile
     constants: Any
-    beside: list[Any] = field(compare=False, repr=False)
+    same_pass: list[Any] = field(compare=False, repr=False)
 
     def options(self) -> dict[str, Any]:
         """The keywords that every version of jax-triton takes."""
@@ -186,7 +187,7 @@ class Launch:
         return {"kernel": self.kernel, "grid": (self.programs,), "CALL": self.constants, **tile}
 
     def key(self) -> str:
-        """A name for what `compile` returns."""
+        """The name of the file that holds what `compile` returns."""
         versions = [
             getattr(sys.modules.get(name), "__version__", None) for name in ("jax", "jaxlib", "jax_triton", "triton")
         ]
@@ -197,7 +198,7 @@ class Launch:
         return _kernel_cache.digest(versions, settings, capability(), *facts, self.constants)
 
     def compile(self) -> bytes:
-        """What XLA is given to launch the kernel, from jax-triton, which compiles it when it lowers a call."""
+        """The compiled kernel as XLA's custom call takes it. jax-triton compiles it when it lowers a call."""
 
         def call(*arrays: jax.Array) -> Any:
             aliases = dict(self.aliases)
@@ -215,13 +216,13 @@ class Launch:
         return compiled
 
 
-# environment variables that change what Triton compiles begin so
+# prefixes of environment variables that change what Triton compiles
 _COMPILER_SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_LLVM_OPT", "NVPTX_")
 
 
 @functools.cache
 def _primitive() -> Any:
-    """A launch as an operation: its kernel is compiled, or read from a file, when the operation is lowered."""
+    """A launch as a primitive: its kernel is compiled, or read from a file, when the primitive is lowered."""
     # not at the top: `import ejkernel` must not import Pallas, which the first of these does
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
@@ -240,8 +241,8 @@ def _primitive() -> Any:
                 "the mesh out: arrays sharded over these are gathered, and every device computes the whole call. "
                 "Inside a jax.shard_map over all axes each device computes its own part"
             )
-        while launch.beside:
-            each = launch.beside.pop()
+        while launch.same_pass:
+            each = launch.same_pass.pop()
             _kernel_cache.start(each.key(), each.compile)
         compiled: Any = _kernel_cache.get(launch.key(), launch.compile)
         options: dict[str, Any] = {"api_version": 2, "backend_config": compiled}
@@ -258,22 +259,22 @@ def _primitive() -> Any:
 def operands(
     inputs: Mapping[str, Any], outputs: Mapping[str, Any], in_place: Mapping[str, jax.Array] | None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The arguments of a launch by name, its outputs, and of those that are in place the name of their argument.
+    """Arguments of a launch by name, its outputs by name, and for each output in place the argument it overwrites.
 
-    That is the input which is the same array, if one is: as another argument it would be copied.
+    Where an input is the array that is overwritten, it is that argument: as a second argument it would be copied.
     """
     sizes = {name: each for name, each in inputs.items() if isinstance(each, int)}
     arrays = {name: each for name, each in inputs.items() if each is not None and name not in sizes}
-    before = {}
+    overwritten = {}
     for name, each in (in_place or {}).items():
-        before[name] = next((known for known, array in arrays.items() if array is each), f"{name}_before")
-        arrays[before[name]] = each
-    # sizes come last: aliases count arrays alone
-    return arrays | sizes, {name: each for name, each in outputs.items() if each is not None}, before
+        overwritten[name] = next((known for known, array in arrays.items() if array is each), f"{name}_before")
+        arrays[overwritten[name]] = each
+    # sizes come last: aliases count arrays only
+    return arrays | sizes, {name: each for name, each in outputs.items() if each is not None}, overwritten
 
 
 def named(names: Mapping[str, Any] | Sequence[str], values: Mapping[str, Any]) -> Any:
-    """A named tuple of these names; those without a value are `None`."""
+    """A named tuple with these names; names without a value are `None`."""
     return _tuple_of(tuple(names))(*(values.get(name) for name in names))
 
 
@@ -284,9 +285,10 @@ def _tuple_of(names: tuple[str, ...]) -> Any:
 
 @functools.cache
 def flat(kernel: Any, fields: tuple[str, ...], parameters: tuple[str, ...]) -> Any:
-    """`kernel`, whose `p` has these fields, with parameters instead of `p`: jax-triton passes arrays one by one.
+    """`kernel` with a parameter for each array instead of `p`, because jax-triton passes arrays one by one.
 
-    Fields that are no parameter are `None`, and parameters that are no field nobody reads.
+    `fields` are those of `p`. A field that is not among the parameters is `None`; a parameter that is not a field, as
+    an array that is only overwritten, is not read.
     """
     jit = importlib.import_module("triton.runtime.jit")
     source = kernel.fn
@@ -309,22 +311,22 @@ def flat(kernel: Any, fields: tuple[str, ...], parameters: tuple[str, ...]) -> A
 
 
 def _parameter(name: str) -> str:
-    """What a field's parameter is called: by a name that hides nothing which the kernel reads."""
+    """The name of a field's parameter, which must not hide a global name that the kernel uses."""
     return f"given_{name}"
 
 
 def _call_as_of_0_4(launch: Launch, arrays: Sequence[jax.Array], names: Sequence[str]) -> tuple[jax.Array, ...]:
-    """Kernels have a parameter for each output. jax-triton 0.4 has none for an output that is aliased to an input.
+    """A launch by jax-triton 0.4, which passes kernels no parameter for an output that is aliased to an input.
 
-    So that parameter gets the input once more, and it is this one which the output is aliased to. The other may be a
-    copy, or the same memory, as it was before 0.4.
+    Our kernels have a parameter for each output. So the input is passed a second time, as that parameter, and the
+    output is aliased to this second argument. The first may be a copy or the same memory.
     """
     arguments = *arrays, *launch.sizes
     of_outputs = sorted((output, argument) for argument, output in launch.aliases)
-    again = {_parameter(names[output]): arguments[argument] for output, argument in of_outputs}
+    aliased = {_parameter(names[output]): arguments[argument] for output, argument in of_outputs}
     renumbered = {len(arguments) + i: output for i, (output, _) in enumerate(of_outputs)}
     with warnings.catch_warnings():
         # 0.4 would rather have references, which 0.3 does not know
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         outputs, call = launch.outputs, _jax_triton().triton_call
-        return call(*arguments, **again, **launch.options(), out_type=outputs, input_output_aliases=renumbered)
+        return call(*arguments, **aliased, **launch.options(), out_type=outputs, input_output_aliases=renumbered)

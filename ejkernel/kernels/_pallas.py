@@ -1,4 +1,4 @@
-"""TPU kernels as one JAX operation: traced when a program is lowered for a TPU, with XLA behind them."""
+"""TPU kernels as one JAX primitive: they are traced when a program is lowered for TPUs, and XLA serves other calls."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ INTERPRET: Any = None
 
 
 def launch(run: Run, fallback: Run, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any) -> Sequence[jax.Array]:
-    """`run(*arrays)`, which calls kernels, or `fallback(*arrays)`, which has none, if XLA would have to split them.
+    """`run(*arrays)`, which calls Pallas kernels; where XLA would have to partition these, `fallback(*arrays)`.
 
-    Arrays may be trees of arrays. Results vary over those axes of a mesh over which the first one varies.
+    Arrays may be trees of arrays. Results vary over those mesh axes over which the first array varies.
     """
     if INTERPRET is not None:
-        # the interpreter has effects, which must not be hidden in an operation
+        # a primitive must not hide the effects of the interpreter
         return _by_default(run, *arrays)
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -38,10 +38,10 @@ def launch(run: Run, fallback: Run, results: Sequence[jax.ShapeDtypeStruct], *ar
 
 @functools.cache
 def _kernel() -> Any:
-    """The operation, whose kernels are traced when it is lowered.
+    """A primitive that traces its kernels only when it is lowered, for two reasons.
 
-    `jit` traces the implementations for all devices, and kernels take long to trace; and JAX cannot lower a kernel in a
-    program for several platforms at once.
+    `jit` traces the implementations for all platforms, and kernels take long to trace. And JAX cannot lower a Pallas
+    kernel in a program for several platforms.
     """
     # not at the top: `import ejkernel` must not import Pallas, which this does
     from jax.extend.core import Primitive
@@ -73,7 +73,7 @@ def _kernel() -> Any:
         platforms = ctx.module_context.platforms
         if len(platforms) == 1:
             raise PlatformError(f"platform: got a kernel for TPUs; this program is for {platforms[0]!r}")
-        # a program for several platforms; this one does not run the kernel
+        # a program for several platforms: on this one the results are not used
         return mlir.lower_fun(lambda *_: [jnp.zeros(*each) for each in results], multiple_results=True)(ctx, *arrays)
 
     mlir.register_lowering(kernel, lower, platform="tpu")
@@ -88,7 +88,7 @@ def _by_default(run: Run, *arrays: jax.Array) -> Sequence[jax.Array]:
 
 
 def one_device(context: Any) -> bool:
-    """Whether a program, or the function that `shard_map` maps, runs on one device, so that XLA splits nothing."""
+    """Whether a program, or the function inside a `shard_map`, runs on one device, so that XLA partitions nothing."""
     if hasattr(context, "num_devices"):
         return context.num_devices == 1
     mesh = getattr(context, "mesh", None)

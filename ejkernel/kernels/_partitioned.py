@@ -1,7 +1,8 @@
-"""A call on arrays that are sharded over `Auto` axes of a mesh, on CPUs and GPUs: each device runs it on its own part.
+"""Calls on arrays that are sharded over `Auto` axes of a mesh, on CPUs and GPUs: each device computes its own part.
 
-XLA knows the shardings, and asks for a device's program by `custom_partitioning` when it partitions the whole one. On
-one device nothing of this is there. The ahead-of-time compiler of TPUs cannot do it, there XLA splits what it can.
+With `Auto` axes only XLA knows the shardings. When XLA partitions a program, `custom_partitioning` lets it ask for the
+program of one device. Programs for one device are lowered without any of this. The compiler of TPUs does not support
+`custom_partitioning`: there XLA partitions a call as it does any other computation.
 """
 
 import functools
@@ -22,12 +23,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operands:
-    """Which arrays a part of an op takes or gives.
+    """Which arrays a computation takes or returns, in this order.
 
     Attributes:
-        inputs: numbers of the call's inputs that come first, or of whose cotangents are given
-        outputs: numbers of what comes next, or of what is given; outputs are counted first, then residuals
-        tangents: numbers of the inputs whose tangents come last
+        inputs: Indices of inputs of the call, or of the inputs whose cotangents these are.
+        outputs: Indices of outputs or residuals of the call, or of the outputs whose cotangents or tangents these are.
+            Outputs are counted first, then residuals.
+        tangents: Indices of the inputs whose tangents these are.
     """
 
     inputs: tuple[int, ...] = ()
@@ -35,7 +37,7 @@ class Operands:
     tangents: tuple[int, ...] = ()
 
     def of(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """What belongs to each, from what belongs to every input and output."""
+        """One entry for each array, taken from the entries for all inputs, outputs and residuals."""
         return (
             [inputs[i] for i in self.inputs] + [outputs[i] for i in self.outputs] + [inputs[i] for i in self.tangents]
         )
@@ -46,12 +48,12 @@ class Body:
     """A computation on the arrays of a call: its forward pass, its tangents or its cotangents.
 
     Attributes:
-        static: the static facts of an op, which are a call or a tuple with one
-        present: which of the call's arrays, as `dims` lists them, there are
-        operands: what it takes
-        results: what it gives
-        run: `run(static, *operands)` gives the results
-        outputs: `outputs(static, *inputs)` gives what `Operands.outputs` counts
+        static: The static facts of an op: a call, or a tuple that contains one.
+        present: Which of the call's arrays, in the order of `call.dims()`, are not `None`.
+        operands: The arrays that it takes.
+        results: The arrays that it returns.
+        run: `run(static, *operands)` returns the results.
+        outputs: `outputs(static, *inputs)` returns the outputs and residuals of the call.
     """
 
     static: Any
@@ -63,7 +65,7 @@ class Body:
 
 
 def lower(ctx: Any, *values: Any, body: Body | None, run: Callable[..., Any]) -> Any:
-    """Lowers `run(*operands)`, split over devices as `body` says where XLA partitions a program."""
+    """Lowers `run(*operands)`; where XLA partitions the program, as one call of `body` on each device's part."""
     from jax.interpreters import mlir
 
     parted = body is not None and _call_of(body.static) is not None and _is_partitioned(ctx.module_context)
@@ -73,18 +75,18 @@ def lower(ctx: Any, *values: Any, body: Body | None, run: Callable[..., Any]) ->
 
 
 def _is_partitioned(module: Any) -> bool:
-    """Whether XLA will partition what is lowered, and asks us how."""
+    """Whether XLA will partition the module that is being lowered, and supports `custom_partitioning`."""
     context = module.axis_context
     if _pallas.one_device(context) or getattr(context, "device_assignment", None) is None:
-        return False  # or inside a `shard_map` over some axes of several
-    exported = module.lowering_parameters.for_export  # what is asked later cannot be stored
+        return False  # one device, or inside a `shard_map` over some of several axes
+    exported = module.lowering_parameters.for_export  # a callback cannot be stored in an exported program
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return shardy and not exported and "tpu" not in module.platforms
 
 
 @functools.cache
 def needs_devices() -> Any:
-    """A parameter for operations that are lowered here: what tells JAX to say what devices it lowers for."""
+    """A parameter for primitives that are lowered here. JAX tells their lowering rule the devices because of it."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     function = custom_partitioning(lambda x: x)
@@ -93,13 +95,13 @@ def needs_devices() -> Any:
 
 
 def _call_of(static: Any) -> Any:
-    """The call among an op's static facts, if its arrays have names for their dimensions."""
+    """The call among an op's static facts, if the call names the dimensions of its arrays."""
     each = static if isinstance(static, tuple) else (static,)
     return next((call for call in each if hasattr(call, "dims")), None)
 
 
 def _with_call(static: Any, call: Any) -> Any:
-    """Static facts with a device's part of the call; a plan among them is made for that part, if it says how."""
+    """The static facts for one device's part of the call. A plan that has `of_part` is made again for that part."""
     if not isinstance(static, tuple):
         return call
 
@@ -111,17 +113,17 @@ def _with_call(static: Any, call: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Output:
-    """What the devices have of an output or a residual: its dimensions by letters."""
+    """The dimensions of an output or a residual: `B` rows, `H` heads, `.` anything that is not sharded."""
 
     letters: str
 
     def spec(self, rows: tuple[str, ...], heads: tuple[str, ...]) -> PartitionSpec:
-        """How it is sharded where rows and heads are over these axes."""
+        """Its sharding where rows and heads are sharded over these mesh axes."""
         return PartitionSpec(*({"B": rows, "H": heads}.get(each) or None for each in self.letters))
 
 
 def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[Any]) -> Callable[..., Any]:
-    """`body` as a function that XLA partitions by asking for a device's program; it takes and gives these types."""
+    """`body` as a function of these operand and result types that XLA partitions by asking for one device's program."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     call = _call_of(body.static)
@@ -131,7 +133,7 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
     outputs = _outputs(body, call, sizes, [each.dtype for each in inputs.values()])
 
     def partition(mesh: Any, operands: Any, _: Any) -> Any:
-        # what is whole on every device may come with a sharding that names no axes
+        # the sharding of a replicated array may have no `spec`
         known = (getattr(each.sharding, "spec", PartitionSpec()) for each in operands)
         specs = dict(zip(names, known, strict=False))
         split = _mesh.split(call, mesh, sizes, specs, outputs)
@@ -156,7 +158,7 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
 
         return mesh, run, shardings(gives), tuple(shardings(takes))
 
-    # of the whole program only the types of its results are asked for
+    # XLA replaces the body of this function, and uses only the types of its results
     function = custom_partitioning(lambda *_: [jnp.zeros(each.shape, each.dtype) for each in results])
     letters = [call.dims()[name] for name in names], [each for _, each in outputs]
     takes, gives = body.operands.of(*letters), body.results.of(*letters)
@@ -165,11 +167,15 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
 
 
 def _outputs(body: Body, call: Any, sizes: dict[str, Any], dtypes: Sequence[Any]) -> list[tuple[Shape, str]]:
-    """Shapes and letters of outputs and residuals: where they have less on devices with one row or one head each."""
+    """Shapes and letters of outputs and residuals.
+
+    A dimension is one of rows, `B`, if it is smaller in a call on one row, and one of heads, `H`, if it is smaller in a
+    call on one head.
+    """
 
     def shapes(rows: int, heads: int) -> list[Shape]:
-        part, found = _mesh.parts(call, sizes, rows, heads)
-        arrays = [each for each in found.values() if each is not None]
+        part, parts = _mesh.parts(call, sizes, rows, heads)
+        arrays = [each for each in parts.values() if each is not None]
         structs = [jax.ShapeDtypeStruct(each.shape, dtype) for each, dtype in zip(arrays, dtypes, strict=True)]
         leaves = jax.eval_shape(functools.partial(body.outputs, _with_call(body.static, part)), *structs)
         return [tuple(each.shape) for each in leaves]
@@ -177,21 +183,21 @@ def _outputs(body: Body, call: Any, sizes: dict[str, Any], dtypes: Sequence[Any]
     def letter(size: int, of_row: int, of_head: int) -> str:
         return "B" if of_row < size else "H" if of_head < size else "."
 
-    found = zip(shapes(1, 1), shapes(call.batch, 1), shapes(1, call.heads), strict=True)
-    return [(each[0], _once("".join(map(letter, *each)))) for each in found]
+    triples = zip(shapes(1, 1), shapes(call.batch, 1), shapes(1, call.heads), strict=True)
+    return [(each[0], _once("".join(map(letter, *each)))) for each in triples]
 
 
 def _once(letters: str) -> str:
-    """Each of the letters where it is first: heads are split among those that share a key before those of one key."""
+    """`letters` with a dot instead of each repetition: of two dimensions of heads only the first is sharded."""
     return "".join("." if each in letters[:i] else each for i, each in enumerate(letters))
 
 
 def _rule(
     batch: int, takes: Sequence[str], operands: Sequence[Any], gives: Sequence[str], results: Sequence[Any]
 ) -> Any:
-    """How shardings propagate: dimensions of as many rows or as many heads are sharded alike, others for themselves.
+    """The Shardy rule: all dimensions of equally many rows, or heads, are sharded in the same way.
 
-    A residual may have several places for each row of the `batch`, and is sharded as the rows are.
+    A residual may have several entries for each row of the `batch`; it is sharded as the rows are.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 
@@ -199,9 +205,9 @@ def _rule(
 
     def factor(letter: str, size: int) -> Any:
         if letter == "B" and size > batch > 1 and size % batch == 0:
-            places = f"x{next(others)}"
-            sizes[places] = size // batch
-            return CompoundFactor(f"B{batch}", places)
+            entries = f"x{next(others)}"
+            sizes[entries] = size // batch
+            return CompoundFactor(f"B{batch}", entries)
         return f"{letter}{size}" if letter in "BH" and size > 1 else f"x{next(others)}"
 
     def factors(letters: str, array: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A call of a recurrence in two phases each way, of which the first needs no states from outside.
+"""A recurrence in two phases each way, the first of which needs no initial states.
 
-Where start states come late, as those from other devices do, they travel between the phases.
+With the tokens sharded over devices, initial states come from other devices; they travel between the two phases.
 """
 
 import functools
@@ -21,17 +21,18 @@ CuSeqlens = jax.Array | None
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases; `start` are initial states `[N, H, K, V]`.
+    """The four functions of an implementation; `start` are the initial states `[N, H, K, V]`.
 
     Attributes:
-        begin: `begin(call, inputs, cu_seqlens)`: what `finish` can use again, and what the tokens do to states: the
-            states that they add `[N, H, K, V]`, or for the delta rule matrices and these `[N, H, K, K + V]`.
-        finish: `finish(call, inputs, cu_seqlens, carry, start)`: the output, and residuals for the way back. `carry` is
-            the first result of `begin`.
-        begin_back: `begin_back(call, inputs, cu_seqlens, start, residuals, d_output)`: what `finish_back` can use
-            again, and the cotangent of `start` from the output alone.
-        finish_back: `finish_back(call, inputs, cu_seqlens, start, residuals, carry, (d_output, d_final))`: cotangents
-            of the inputs. `carry` is the first result of `begin_back`.
+        begin: `begin(call, inputs, cu_seqlens)` returns what `finish` can use again, and the effect of the tokens on a
+            state: the final states from zeros `[N, H, K, V]`; for the delta rule `[N, H, K, K + V]`, the matrices that
+            multiply an initial state beside these final states.
+        finish: `finish(call, inputs, cu_seqlens, carry, start)` returns the output, and residuals for the backward
+            pass. `carry` is the first result of `begin`.
+        begin_back: `begin_back(call, inputs, cu_seqlens, start, residuals, d_output)` returns what `finish_back` can
+            use again, and the part of the cotangent of `start` that comes from `d_output`.
+        finish_back: `finish_back(call, inputs, cu_seqlens, start, residuals, carry, (d_output, d_final))` returns the
+            cotangents of the inputs. `carry` is the first result of `begin_back`.
     """
 
     begin: Callable[..., tuple[Any, jax.Array]]
@@ -41,14 +42,14 @@ class Phases:
 
 
 def phases_of(implementation: Implementation, call: Any) -> Phases:
-    """Its own phases, or one run of it for each, as for all rows of several sequences."""
-    own = None if call.segmented else implementation.phases
-    return own or phases_from_run(implementation.run)
+    """The implementation's phases. One without, and any call with `segment_ids`, runs once for each phase."""
+    phases = None if call.segmented else implementation.phases
+    return phases or phases_from_run(implementation.run)
 
 
 @functools.cache  # the same function gives the same phases, so that nothing is traced again
 def phases_from_run(run: Run) -> Phases:
-    """The phases of `run(call, *arrays)`, which does everything at once: each is one run of it."""
+    """The phases of an implementation that has only `run(call, *arrays)`: each phase runs it once."""
 
     def begin(call: Any, inputs: Inputs, cu_seqlens: CuSeqlens) -> tuple[None, jax.Array]:
         return None, run(call, *inputs, None, cu_seqlens)[1]

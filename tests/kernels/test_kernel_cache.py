@@ -93,12 +93,12 @@ def test_kernels_of_a_pass_compile_side_by_side(folder, monkeypatch):
 
 
 def test_a_pass_knows_its_launches():
-    assert _kernel_cache.of_this_pass() is not _kernel_cache.of_this_pass()
+    assert _kernel_cache.launches_of_this_pass() is not _kernel_cache.launches_of_this_pass()
     with _kernel_cache.one_pass():
-        _kernel_cache.of_this_pass().append(1)
+        _kernel_cache.launches_of_this_pass().append(1)
         with _kernel_cache.one_pass():
-            assert _kernel_cache.of_this_pass() == []
-        assert _kernel_cache.of_this_pass() == [1]
+            assert _kernel_cache.launches_of_this_pass() == []
+        assert _kernel_cache.launches_of_this_pass() == [1]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ LAUNCH = Launch(
 def test_a_name_says_all_that_a_launch_is(other):
     assert replace(LAUNCH, **other).key() != LAUNCH.key()
     # another object that is the same
-    assert replace(LAUNCH, kernel=Kernel(), beside=[LAUNCH]).key() == LAUNCH.key()
+    assert replace(LAUNCH, kernel=Kernel(), same_pass=[LAUNCH]).key() == LAUNCH.key()
 
 
 def test_a_name_says_chip_versions_and_settings(monkeypatch):
