@@ -27,6 +27,7 @@ GATES = {
     "gated_delta_rule": {"g": (H,), "beta": (H,)},
     "kda": {"g": (H, K), "beta": (H,)},
 }
+OPTIMISED = {"xla_backend_optimization_level": 3}
 OPTIONS = {"lightning_attn": {"layer_idx": 1, "num_layers": 3}, "gated_delta_rule": {"normalize": True}}
 
 
@@ -124,6 +125,25 @@ def test_bits_do_not_depend_on_the_call(name):
     )
     alone, _ = call(128, 256, pool(4), -1, -1)
     np.testing.assert_array_equal(output[1], alone)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_token_alone_has_the_bits_of_a_prompt(name):
+    """Optimised, as users run it: tests are compiled without, and XLA makes other code of arrays of one token."""
+    given, states = tokens(name, 4), pool()
+    front = functools.partial(getattr(ejkernel, name), **OPTIONS.get(name, {}))
+    run, step = (
+        jax.jit(functools.partial(front, cu_seqlens=np.array([0, count], np.int32)), compiler_options=OPTIMISED)
+        for count in (4, 1)
+    )
+    slot = np.array([2], np.int32)
+    whole, after = run(**given, states=states, reads=slot, writes=slot)
+    for i in range(4):
+        output, states = step(
+            **{each: x[i : i + 1] for each, x in given.items()}, states=states, reads=slot, writes=slot
+        )
+        np.testing.assert_array_equal(output[0], whole[i])
+    np.testing.assert_array_equal(states, after)
 
 
 @pytest.mark.parametrize(("name", "recurrence"), [("recurrent", LINEAR), ("kda", DELTA), ("gated_delta_rule", DELTA)])

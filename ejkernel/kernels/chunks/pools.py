@@ -70,6 +70,8 @@ class _Runs(NamedTuple):
 def run(recurrence: Recurrence, pooled: PooledCall, *arrays: jax.Array | None, walk: Any = None) -> Results:
     """Output and pool; see `PooledCall`. `walk` is one of the two below, `None` that of the device."""
     call: Call = pooled.call
+    if call.tokens == 1:
+        return _beside_padding(recurrence, pooled, *arrays, walk=walk)
     *aligned, cu_seqlens, states, reads, writes, at = _varying.align(arrays)
     inputs = recurrence.inputs(*aligned, None)
     output = jnp.zeros_like(inputs.query, call.dtype, shape=(1, call.tokens, call.heads, call.value_dim))
@@ -91,6 +93,23 @@ def run(recurrence: Recurrence, pooled: PooledCall, *arrays: jax.Array | None, w
     if walk is not None:
         return by(walk)()
     return lax.platform_dependent(cpu=by(TokenWalk), default=by(ChunkWalk))
+
+
+def _beside_padding(recurrence: Recurrence, pooled: PooledCall, *arrays: jax.Array | None, walk: Any) -> Results:
+    """A call with one token, as a call with that token and one of padding.
+
+    XLA compiles arrays of one token into other code, whose sums are rounded otherwise than in calls with more tokens.
+    """
+    shapes = zip(arrays, pooled.dims().values(), strict=True)
+    padded = [x if x is None or "T" not in letters else _pad(x, letters.index("T")) for x, letters in shapes]
+    longer = replace(pooled, call=replace(pooled.call, tokens=2))
+    output, states = run(recurrence, longer, *padded, walk=walk)
+    return output[:, :1], states
+
+
+def _pad(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with a zero behind it along `axis`, in a way that XLA does not see through."""
+    return lax.optimization_barrier(jnp.pad(x, [(0, int(i == axis)) for i in range(x.ndim)]))
 
 
 def checkpoints(slots: int, borders: jax.Array, writes: jax.Array, at: jax.Array | None) -> tuple[jax.Array, jax.Array]:
