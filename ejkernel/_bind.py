@@ -58,10 +58,14 @@ def sequences(arrays: Arrays) -> jax.Array | None:
 
 
 def without_padding(arrays: Arrays, x: jax.Array) -> jax.Array:
-    """`x [B, T, heads, dim]` with 0 for tokens whose ids say that they are padding.
+    """`x [B, T, heads, dim]` with 0 for tokens that are padding: by their ids, or behind the last of `cu_seqlens`.
 
     For what is multiplied before a core selects its tokens: padding may be NaN, and must have no gradient.
     """
-    if arrays.segment_ids is None:
+    if arrays.segment_ids is not None:
+        is_token = arrays.segment_ids >= 0
+    elif arrays.cu_seqlens is not None:
+        is_token = jnp.arange(x.shape[1])[None] < arrays.cu_seqlens[-1]
+    else:
         return x
-    return jnp.where(arrays.segment_ids[:, :, None, None] >= 0, x, 0)
+    return jnp.where(is_token[:, :, None, None], x, 0)

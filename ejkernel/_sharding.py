@@ -53,7 +53,9 @@ def broadcast_rows(x: jax.Array, shape: tuple[int, ...], like: jax.Array) -> jax
     if mesh is None or rows is None or x.shape == shape:
         return jnp.broadcast_to(x, shape)
     kept = spec_of(x)[-(len(shape) - 1) :]
-    return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(rows, *kept)))
+    taken = {axis for part in kept for axis in axes_of(part)}
+    free = tuple(axis for axis in axes_of(rows) if axis not in taken)
+    return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(free, *kept)))
 
 
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:

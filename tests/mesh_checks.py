@@ -399,6 +399,25 @@ def gathers():
         check(kind, "query: dimension 1 is sharded over axis 'x'", jax.P(None, "x"), jax.P())
         gathers_heads_with_norms(kind)
 
+        gathers_heads_of_states(kind)
+
+
+def gathers_heads_of_states(kind):
+    """A state for all rows may have its heads over the axis that rows are over."""
+    random = np.random.default_rng(3)
+    x, state = (random.normal(size=shape).astype(np.float32) for shape in ((4, 5, 4, 2), (4, 2, 2)))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    sharded = (jax.device_put(each, jax.sharding.NamedSharding(mesh, jax.P("x"))) for each in (x, state))
+
+    def run(x, state):
+        output, final = ejkernel.linear_attention(x, x, x, initial_state=state)
+        return jnp.sin(output).sum() + jnp.sin(final).sum()
+
+    with warnings.catch_warnings(action="ignore", category=ejkernel.GatheredWarning):
+        found = jax.jit(jax.grad(run, (0, 1)))(*sharded)
+    for a, b in zip(found, jax.grad(run, (0, 1))(x, state), strict=True):
+        assert_close(a, b, 1e-6, f"{kind}")
+
 
 def gathers_heads_with_norms(kind):
     """No two devices share a head of the convolution that is divided by its norm."""
@@ -518,6 +537,19 @@ def transformed():
         check("second derivatives", second)
 
 
+def short_rows():
+    """Rows of several sequences keep as many states on a device as they do among others, whatever their length."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AUTO,), devices=jax.devices()[:2])
+    x = np.random.default_rng(8).normal(size=(2, 17, 2, 4)).astype(np.float32)
+    ids = np.repeat(np.array([[1, 2], [1, 1]], np.int32), [8, 9], axis=1)
+
+    def run(x):
+        return jnp.sin(ejkernel.linear_attention(x, x, x, segment_ids=ids)[0]).sum()
+
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
+    assert_close(jax.jit(jax.grad(run))(sharded), jax.grad(run)(x), 1e-5)
+
+
 def decoding():
     """A step with a donated state writes it in place, whoever has it."""
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AUTO,) * 2)
@@ -540,6 +572,6 @@ PARTS = {
     each.__name__: each
     for each in (
         *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
-        *(gathers, dropout, parts, shared_heads, transformed, decoding),
+        *(gathers, dropout, parts, shared_heads, transformed, short_rows, decoding),
     )
 }

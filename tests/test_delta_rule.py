@@ -200,6 +200,22 @@ class TestWhatHoldsOfAnyCall:
             np.testing.assert_array_equal(clean[:, :3], dirty[:, :3])
             np.testing.assert_array_equal(clean[:, 5:], dirty[:, 5:])
 
+    def test_padding_has_no_gradient_through_norms_or_a_learned_scale(self, x64):
+        arrays = replace(self.CASE, lengths=(3, 0, 12), padding=5).arrays()
+        moving, borders = gradients.split(arrays)
+        for name, each in moving.items():
+            if name != "initial_state":
+                each[:, -5:] = np.nan
+
+        def loss(moving, scale):
+            output, final = kda(**moving, **borders, softmax_scale=scale, normalize=True)
+            return output.sum() + final.sum()
+
+        found, of_scale = jax.grad(loss, (0, 1))(moving, jnp.asarray(0.3))
+        assert np.isfinite(of_scale)
+        for name, each in found.items():
+            assert np.isfinite(each).all() and (name == "initial_state" or not each[:, -5:].any()), name
+
     def test_a_learned_scale_has_a_gradient(self, x64):
         arrays = self.CASE.arrays()
         grad = jax.grad(lambda scale: (kda(**arrays, softmax_scale=scale)[0] ** 2).sum())(jnp.asarray(0.3))

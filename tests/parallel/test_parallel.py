@@ -15,7 +15,7 @@ PARTS = [
     ("values", "tree", "collectives", "errors", "delta_rule", "family", "twice"),
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_heads", "auto_heads", "gathers", "dropout"),
-    ("parts", "shared_heads", "transformed", "decoding"),
+    ("parts", "shared_heads", "transformed", "short_rows", "decoding"),
     ("explicit_time", "explicit_utilities"),
     (
         "ring_values",

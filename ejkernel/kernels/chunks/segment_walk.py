@@ -73,9 +73,9 @@ def _stream(call: Call, ids: jax.Array) -> Stream:
 
 
 def _places(call: Call) -> int:
-    """How many states are kept of a row."""
-    flat = replace(call, batch=1, tokens=call.batch * call.tokens, packed=True, segmented=False)
-    return -(-call.tokens // layout.chunk_size(flat)) + 1
+    """How many states are kept of a row: by its own tokens, so that parts of a batch keep as many as the whole."""
+    row = replace(call, batch=1, sequences=1, packed=True, segmented=False)
+    return -(-call.tokens // layout.chunk_size(row)) + 1
 
 
 def _flat(x: Any) -> Any:

@@ -366,6 +366,18 @@ def test_gates_that_forget_all_have_no_gradient(decay):
     assert (gradient[forgets] == 0).all() and (gradient[np.asarray(arrays[3]) > -1] != 0).all()
 
 
+@pytest.mark.parametrize("lengths", [None, (33, 0, 31)])
+def test_first_gates_of_bounded_chunks_have_no_gradient(lengths):
+    """Without initial states they meet nothing, and chunks stay bounded whatever they are."""
+    case = replace(BASE, gate="all -6", lengths=lengths, T=64, H=1, Hkv=1, state=False)
+    arrays, cotangents = make(case)
+    first = np.array([0, 33] if lengths else [0])
+    gradient = results(
+        triton_gpu.run, case.call, (*arrays[:3], arrays[3].at[:, first].set(-jnp.inf), *arrays[4:]), cotangents
+    )[5]
+    assert not np.asarray(gradient)[:, first].any() and np.asarray(gradient).any()
+
+
 STEPS = [
     replace(BASE, name="step-none", decay="none", B=2, T=1),
     replace(BASE, name="step-constant", decay="constant", B=2, T=1),

@@ -313,6 +313,9 @@ def bounded_gradients_of(p, chunk, i_first, n_rows, i_h, o_k, b_sum, is_whole, C
     tl.store(p_tile, b_dk.to(p.d_key.dtype.element_ty), mask=m_tile)
     if is_whole:
         b_summand, b_sum = sum_to_end(b_summand, b_sum, o_r, o_b, LR, LEVELS)
+        if not CALL.start:
+            # the first gate meets no state
+            b_summand = tl.where(((o_r[None, :] > 0) | (i_row + o_b[:, None] > 0))[:, :, None], b_summand, 0.0)
         p_gate = spread_rows(p.d_gate + o_hat, o_r, SIGN * H * K, CALL.dims)
         tl.store(p_gate, b_summand.to(p.d_gate.dtype.element_ty), mask=m_tile)
     else:
