@@ -67,7 +67,7 @@ class Columns(NamedTuple):
 
     at: Array  # where it begins
     position: Array  # [Bk]
-    new: Array  # [1, 1, Bk, 1]: keys in sight of some query of the block, and not visited before
+    new: Array  # [1|B, 1, Bk, 1]: keys in sight of some query of the row's block, and not visited before
     key: Array  # [B, Hkv, Bk, D], 0 where not new; for few queries all the bits [B, Bk, Hkv, D]
     value: Array  # [B, Hkv, Bk, Dv], 0 where not new; for few queries all the bits [B, Bk, Hkv, Dv]
     allowed: Array  # broadcasts to [B, Hkv, G, Bq, Bk]
@@ -156,13 +156,15 @@ def over_keys(
         # from a multiple of the block size on: what a sequence gets does not depend on where others begin
         first = jnp.maximum(first // p.key_size * p.key_size, own_first)
         last = jnp.minimum(last, own_last)
+    row_first, row_last = first[:, None], last[:, None]
     first, last = jnp.where(first < last, first, keys).min(), jnp.where(first < last, last, 0).max()
     mask, bias = (_row_block(each, rows.token) for each in (p.mask, p.bias))
 
     def columns(begin: Array, size: int) -> Columns:
         at = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
         position = at + jnp.arange(size, dtype=at.dtype)
-        new = ((position >= begin) & (position < last))[None, None, :, None]
+        # by row: what lies past one row's last key may be NaN where another row still has keys
+        new = ((position >= jnp.maximum(begin, row_first)) & (position < row_last))[:, None, :, None]
         if p.few:
             parts = (few_queries.bits(p.key), few_queries.bits(p.value))
             key, value = (lax.dynamic_slice_in_dim(each, at, size, 1) for each in parts)
