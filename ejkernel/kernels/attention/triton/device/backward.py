@@ -12,6 +12,7 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     at_edge,
     block_of,
     capped,
+    draw_rows,
     has_stage,
     in_sight,
     in_window,
@@ -307,7 +308,7 @@ def key_gradient_rows(p, i_part, i_kv, place, m_j, sight, i_id, CALL: tl.constex
                         o_bias = pair_rows(i_b, i_h, q_at + o_i, p, CALL.bias_heads, CALL.bias, CALL)
                         b_bias = load_bias(p, o_bias[None, :], k_at + o_j[:, None], CALL)
                     if CALL.drop_below:
-                        o_draw = (stats + o_i).to(tl.uint32)[None, :]
+                        o_draw = draw_rows(i_b, i_h, q_at + o_i, p, CALL)[None, :]
                         m_kept = keep_mask(p, o_draw, (k_at + o_j).to(tl.uint32)[:, None], CALL)
                         b_dp = tl.where(m_kept, b_dp * CALL.keep_factor, 0.0)
                     b_p, b_slope = weights(b_s, b_bias, b_lse, b_rest, CALL)

@@ -11,6 +11,7 @@ from ejkernel.kernels.attention.triton.device.tiles import (
     KEYS,
     QUERIES,
     ROWS,
+    draw_rows,
     keep_mask,
     load_bias,
     load_ids,
@@ -77,7 +78,7 @@ def scores_gradient(p, i_b, i_h, i_q, i_k, CALL: tl.constexpr):
         o_mask = pair_rows(i_b, i_h, o_i, p, CALL.mask_heads, CALL.mask, CALL)
         m_pair &= load_mask(p, o_mask[:, None], o_j[None, :], CALL)
     if CALL.drop_below:
-        m_kept = keep_mask(p, o_row.to(tl.uint32)[:, None], o_j.to(tl.uint32)[None, :], CALL)
+        m_kept = keep_mask(p, draw_rows(i_b, i_h, o_i, p, CALL)[:, None], o_j.to(tl.uint32)[None, :], CALL)
         b_dp = tl.where(m_kept, b_dp * CALL.keep_factor, 0.0)
     o_bias = pair_rows(i_b, i_h, o_i, p, CALL.bias_heads, CALL.bias, CALL)
     b_bias = load_bias(p, o_bias[:, None], o_j[None, :], CALL)

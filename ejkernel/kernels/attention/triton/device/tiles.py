@@ -268,11 +268,17 @@ def rows_of_pairs(i_b, i_h, o_token, p, CALL: tl.constexpr):
     if CALL.bias:
         o_bias = pair_rows(i_b, i_h, o_token, p, CALL.bias_heads, CALL.bias, CALL)
     if CALL.drop_below:
-        i_head = (i_b * CALL.heads + i_h).to(tl.int64)
-        if CALL.part_of_call:
-            i_head = tl.load(p.words + 2).to(tl.int64) + i_b * tl.load(p.words + 3).to(tl.int64) + i_h
-        o_draw = (i_head * p.S + o_token).to(tl.uint32)
+        o_draw = draw_rows(i_b, i_h, o_token, p, CALL)
     return o_mask, o_bias, o_draw
+
+
+@triton.jit
+def draw_rows(i_b, i_h, o_token, p, CALL: tl.constexpr):
+    """The queries' numbers for dropout's hash, counted in the whole call where this one is a device's part of it."""
+    i_head = (i_b * CALL.heads + i_h).to(tl.int64)
+    if CALL.part_of_call:
+        i_head = tl.load(p.words + 2).to(tl.int64) + i_b * tl.load(p.words + 3).to(tl.int64) + i_h
+    return (i_head * p.S + o_token).to(tl.uint32)
 
 
 @triton.jit
