@@ -1,7 +1,8 @@
 """Tile sizes by GPU, dtype, head dim and options, as data, and the choice among them for a call.
 
-Hopper's are measured, with a table of their own for options of the GPU page's rows; the others fit into memory. The
-path for head dims up to 512 (the entries for 1024, both dims together) is kept as a promise of the contract.
+Hopper's are measured, with a table of their own for options of the GPU page's rows; the others fit into memory. Head
+dims up to 512 (the entries for 1024, both dims together) are not measured yet: they are kept as the pages promise them,
+for Gemma 4's global layers.
 """
 
 from dataclasses import dataclass, replace
