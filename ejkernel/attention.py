@@ -373,7 +373,7 @@ def _bind(
 
 
 def _mask_and_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:
-    """Both, checked; `init_bias` is called for a bias if neither is there."""
+    """Mask and bias, checked; `init_bias` is called for a bias if neither is given."""
     if mask is not None or bias is not None or init_bias is None:
         mask = None if mask is None else _checks.attention_mask(dims, mask)
         return mask, None if bias is None else _checks.attention_bias(dims, bias)

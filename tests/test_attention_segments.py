@@ -144,7 +144,7 @@ def test_keys_of_other_sequences_are_not_visited(monkeypatch):
 
     def counting(p, rows, visit, carry, every_block=False):
         def counted(columns, carry):
-            jax.debug.callback(lambda at: visits.append(int(at)), columns.at)
+            jax.debug.callback(lambda at: visits.append(int(at)), columns.start)
             return visit(columns, carry)
 
         return original(p, rows, counted, carry, every_block)

@@ -238,6 +238,24 @@ def test_padding_by_mask_has_no_effect_even_if_it_is_nan():
         assert (before == after).all()
 
 
+@pytest.mark.parametrize("block_sizes", [None, (16, 16)])
+def test_keys_past_a_rows_own_last_one_have_no_effect_even_if_they_are_nan(block_sizes):
+    """Rows of a cache are filled to different lengths; another row still sees keys there."""
+    rng = np.random.default_rng(0)
+    query, *cache = rng.normal(size=(2, 40, 2, 8)), *rng.normal(size=(2, 2, 64, 2, 8))
+    offset = np.array([3, 20])
+
+    def results(query, *cache):
+        run = functools.partial(flash_attention, causal=True, query_offset=offset, block_sizes=block_sizes)
+        output, pull = jax.vjp(run, query, *cache)
+        return output, pull(output)
+
+    spoilt = [x.copy() for x in cache]
+    for x, row in itertools.product(spoilt, range(2)):
+        x[row, offset[row] + 40 :] = np.nan
+    jax.tree.map(np.testing.assert_array_equal, results(query, *spoilt), results(query, *cache))
+
+
 def test_new_borders_do_not_recompile():
     query, key, value = np.random.default_rng(0).normal(size=(3, 12, 2, 4)).astype(np.float32)
     traced = []

@@ -308,4 +308,4 @@ if __name__ == "__main__":
     assert max(each[1] for each in REACHED) > 2**31 and max(each[2] for each in REACHED) > 65_535
     # every kernel of attention, with offsets past 32 bits
     named = {name for name, furthest, _ in REACHED if furthest > 2**31}
-    assert named >= {"forward", "row_means", "query_gradient", "key_gradients", "bias_gradient", "attend_part"}, named
+    assert named >= {"forward", "row_deltas", "query_gradient", "key_gradients", "bias_gradient", "attend_part"}, named

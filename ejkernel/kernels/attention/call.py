@@ -1,4 +1,4 @@
-"""What is fixed when a call of softmax attention is traced."""
+"""The static facts of a call of softmax attention: what is fixed when it is traced."""
 
 from collections.abc import Container
 from dataclasses import MISSING, dataclass, fields, replace
@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 
 
 def common_dtype(*dtypes: Any) -> np.dtype:
-    """The dtype that holds all of these, as JAX has it by default and whatever it was told about arrays since."""
+    """The dtype that holds all of these by JAX's default promotion, whatever promotion the user has set."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*dtypes))
 
 
-# What users call the fields of `Call` that are options.
+# The public names of the arguments that fields of `Call` come from.
 OPTIONS = {
     "soft_cap": "logits_soft_cap",
     "left": "sliding_window",
@@ -99,7 +99,7 @@ class Call:
         return {**tokens, "dropout_key": "*", **borders, "segment_ids": "BS", "segment_ids_kv": "BL"}
 
     def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> "Call":
-        """The call that a device has where so many share its rows and heads."""
+        """One device's part of the call, where so many devices share its `rows` and `heads`."""
         key = shapes["key"]
         assert key is not None
         return replace(
@@ -118,26 +118,26 @@ class Call:
 
     @property
     def wide(self) -> np.dtype:
-        """What is summed is summed in float32, or in float64 if anything is float64."""
+        """The dtype of sums: float32, or float64 if anything is float64."""
         parts = (self.query_dtype, self.key_dtype, self.value_dtype, self.softmax_dtype)
         return np.dtype(np.float64 if np.dtype(np.float64) in parts else np.float32)
 
     @property
     def precision(self) -> lax.Precision:
-        """Float32 inputs are multiplied as such on every device; half precision ones lose nothing by one fast pass."""
+        """The precision of products: one fast pass loses nothing of half-precision inputs, and would of others."""
         narrow = {each.itemsize for each in (self.query_dtype, self.key_dtype, self.value_dtype)} == {2}
         return lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST
 
     @property
     def residual_dtype(self) -> np.dtype:
-        """The output's dtype before the one asked for: narrower than the values, it would spoil the gradients."""
+        """The output's dtype as a residual: at least the values', as a narrower output would spoil the gradients."""
         return common_dtype(self.dtype, self.value_dtype)
 
 
 def lacking(call: Call, supported: Container[str]) -> str | None:
-    """Which option of `call` is not among the `supported` ones, or `None`.
+    """An option of `call` that is not among the `supported` ones, or `None`.
 
-    Implementations list what they support, so that an option they have never heard of is refused.
+    Implementations list what they support, so that they refuse options that are added later.
     """
     for each in fields(call):
         if each.default is not MISSING and getattr(call, each.name) != each.default and each.name not in supported:

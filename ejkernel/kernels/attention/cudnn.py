@@ -6,7 +6,6 @@ test on a GPU compares its output and gradients with the oracle's.
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,10 +33,10 @@ def supports(call: Call) -> str | None:
 
 
 def slower(call: Call) -> str | None:
-    """What the Triton kernels are faster at, as measured, if the call has it.
+    """The option of `call` with which the Triton kernels were measured to be faster, or `None`.
 
-    They are at biases too. But where a row's bias is huge throughout, scores in float32 forget what it was added to,
-    which `_near_zero` does not let happen here.
+    They are faster with biases too. But where a row's bias is huge throughout, float32 scores forget what it was added
+    to, which `_near_zero` prevents here.
     """
     return "attention_mask" if call.mask_shape is not None and call.bias_shape is None else None
 
@@ -117,18 +116,20 @@ def run(call: Call, *arrays: Array | None) -> Array:
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
-    """cuDNN's output, put right where cuDNN averages over keys that no query may attend to."""
+    """cuDNN's output, with 0 for queries without keys, for which cuDNN averages over all values."""
     query, key, value, mask, bias = inputs[:5]
     if mask is not None and bias is not None:
         bias = jnp.where(mask, bias, -jnp.inf)
         mask = None
     pairs = mask if bias is None else bias > -jnp.inf
-    alive = None
+    live_queries = None
     if pairs is not None:
         allowed = allowed_pairs(call, pairs)
         assert allowed is not None
-        alive, seen = live_tokens(call, allowed)
-        query, key, value = jnp.where(alive, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+        live_queries, live_keys = live_tokens(call, allowed)
+        query, key, value = (
+            jnp.where(live, x, 0) for live, x in ((live_queries, query), (live_keys, key), (live_keys, value))
+        )
         if bias is not None:
             bias = _near_zero(bias, allowed.reshape(bias.shape))
     if bias is not None:
@@ -145,7 +146,7 @@ def _direct(call: Call, inputs: Inputs) -> Array:
         local_window_size=None if call.left is None else (call.left, 0),
         implementation=BACKEND,
     )
-    return output if alive is None else jnp.where(alive, output, 0)
+    return output if live_queries is None else jnp.where(live_queries, output, 0)
 
 
 def _near_zero(bias: Array, allowed: Array) -> Array:
@@ -158,8 +159,4 @@ def _near_zero(bias: Array, allowed: Array) -> Array:
     return bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) >= 256), top, 0)
 
 
-def _triton(call: Call) -> Callable[..., Any] | None:
-    return triton.run if triton.supports(call) is None else None
-
-
-OP = borrowed(_direct, kernels=_triton)
+OP = borrowed(_direct, with_tangents=lambda call: triton.run if triton.supports(call) is None else None)

@@ -1,6 +1,6 @@
-"""Which weights dropout keeps, as a function of the key and of where the weight stands, and of nothing else.
+"""Which weights dropout keeps: a hash of the random key and of the weight's place, and of nothing else.
 
-Blocks of any shape, forward or backward, thus find the same answer without anything being stored.
+So blocks of any shape, forward and backward, draw the same mask, and no mask is stored.
 """
 
 import jax
@@ -16,34 +16,35 @@ _ROUNDS = 13
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def kept(call: Call, key: Array, query: Array, keys: Array) -> Array:
+def keep_mask(call: Call, key: Array, query: Array, keys: Array) -> Array:
     """Bool `[B, Hkv, G, queries, keys]` for these query and key positions, True with probability `1 - dropout`.
 
-    `key` is what a call has: two words, or four.
+    `key` is a call's `dropout_key`: two words, or four.
     """
     rows = jnp.arange(call.batch, dtype=jnp.uint32).reshape(-1, 1, 1, 1, 1)
     heads = jnp.arange(call.heads, dtype=jnp.uint32).reshape(1, call.kv_heads, call.groups, 1, 1)
     first, in_all = (key[2], key[3]) if is_placed(key) else (np.uint32(0), np.uint32(call.heads))
     row = (first + rows * in_all + heads) * np.uint32(call.queries) + query.astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
     bits, _ = _threefry(key[0], key[1], row, keys.astype(jnp.uint32).reshape(1, 1, 1, 1, -1))
-    return bits >= np.uint32(least(call))
+    return bits >= np.uint32(threshold(call))
 
 
-def least(call: Call) -> int:
-    """The least word that keeps a weight; 0 without dropout."""
+def threshold(call: Call) -> int:
+    """The least word of random bits that keeps a weight; 0 without dropout."""
     return min(round(call.dropout * 2**32), 2**32 - 1)
 
 
 def is_placed(key: Array) -> bool:
-    """Whether the two words are followed by the numbers of the call's first head and of a row's heads.
+    """Whether `key` is that of one device's part of a call, see `_mesh`.
 
-    Both are counted in the call that this one is a part of, where several devices share that, see `_mesh`.
+    Its two words are then followed by the number of the part's first head in the whole call, and by how many heads a
+    row of the whole call has.
     """
     return key.shape[0] == 4
 
 
 def words(key: Array) -> Array:
-    """The two words that stand for `key`, typed or raw."""
+    """A random key, typed or raw, as two words."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     first, second = data[0], data[1]
     for i in range(2, data.shape[0], 2):

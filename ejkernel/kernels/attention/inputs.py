@@ -1,4 +1,4 @@
-"""The arrays of a call of softmax attention, their cotangents, and their heads before or after the tokens."""
+"""The arrays of a call of softmax attention, their cotangents, and the axis order of the heads."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,13 +32,13 @@ def differentiable(inputs: Inputs) -> dict[str, Array]:
     return {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
 
 
-def cotangents(inputs: Inputs, found: Mapping[str, Array]) -> Inputs:
-    """`found` in the structure of `Inputs`, shaped and typed like them, `None` where there is no gradient."""
-    like = {name: found[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
+def cotangents(inputs: Inputs, gradients: Mapping[str, Array]) -> Inputs:
+    """`gradients` as fields of `Inputs`, shaped and typed like the arrays; `None` for arrays that have no gradient."""
+    like = {name: gradients[name].reshape(x.shape).astype(x.dtype) for name, x in differentiable(inputs).items()}
     return Inputs(*(like.get(name) for name in Inputs._fields))  # type: ignore[arg-type]
 
 
-def alike(*arrays: Array) -> tuple[Array, ...]:
+def to_common_dtype(*arrays: Array) -> tuple[Array, ...]:
     """`arrays` in the dtype that holds them all."""
     dtype = common_dtype(*(x.dtype for x in arrays))
     return tuple(x.astype(dtype) for x in arrays)

@@ -1,4 +1,4 @@
-"""Who may attend to whom, by mask, by position and by ids, and heads of masks, biases and sinks laid out by group."""
+"""Which pairs may attend, which tokens are padding, and the heads of masks, biases and sinks by group."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels.attention.call import Call
-from ejkernel.kernels.attention.inputs import heads_last
+from ejkernel.kernels.attention.inputs import Inputs, heads_last
 
 
 def by_group(call: Call, x: Array, axis: int) -> Array:
@@ -29,39 +29,49 @@ def allowed_pairs(call: Call, mask: Array | None) -> Array | None:
 
 
 def live(allowed: Array) -> tuple[Array, Array]:
-    """Queries that may attend somewhere `[B, Hkv, G, S, 1]`, and keys that someone may attend to `[B, Hkv, L, 1]`."""
+    """Queries that may attend to a key `[B, Hkv, G, S, 1]`, and keys that a query may attend to `[B, Hkv, L, 1]`."""
     return allowed.any(-1, keepdims=True), allowed.any((2, 3))[..., None]
 
 
 def live_tokens(call: Call, allowed: Array) -> tuple[Array, Array]:
-    """The same with heads last, as the arrays are: `[B, S, H, 1]`, and what broadcasts to `[B, L, Hkv, 1]`."""
-    alive, seen = live(allowed)
-    alive = jnp.broadcast_to(alive, (call.batch, call.kv_heads, call.groups, call.queries, 1))
-    return heads_last(call, alive), seen.swapaxes(1, 2)
+    """`live` with heads last, as the arrays are: `[B, S, H, 1]`, and what broadcasts to `[B, L, Hkv, 1]`."""
+    queries, keys = live(allowed)
+    queries = jnp.broadcast_to(queries, (call.batch, call.kv_heads, call.groups, call.queries, 1))
+    return heads_last(call, queries), keys.swapaxes(1, 2)
 
 
 def live_by_position(call: Call) -> tuple[Array, Array] | None:
-    """The same where position alone decides, broadcasting to those shapes; `None` if all are."""
+    """`live` where position alone decides, broadcasting to the same shapes; `None` if every query and key is live."""
     if call.left is None and call.right is None:
         return None
     sizes_known = isinstance(call.queries, int) and isinstance(call.keys, int)
     numpy: Any = np if sizes_known else jnp
 
     def reaches(tokens: int, others: int, left: int | None, right: int | None) -> Any:
-        here = numpy.arange(tokens)
-        first = 0 * here if left is None else numpy.maximum(here - left, 0)
-        last = 0 * here + (others - 1) if right is None else numpy.minimum(here + right, others - 1)
+        position = numpy.arange(tokens)
+        first = 0 * position if left is None else numpy.maximum(position - left, 0)
+        last = 0 * position + (others - 1) if right is None else numpy.minimum(position + right, others - 1)
         return first <= last
 
-    alive = reaches(call.queries, call.keys, call.left, call.right)
-    seen = reaches(call.keys, call.queries, call.right, call.left)
-    if sizes_known and alive.all() and seen.all():
+    queries = reaches(call.queries, call.keys, call.left, call.right)
+    keys = reaches(call.keys, call.queries, call.right, call.left)
+    if sizes_known and queries.all() and keys.all():
         return None
-    return jnp.asarray(alive).reshape(1, 1, 1, -1, 1), jnp.asarray(seen).reshape(1, 1, -1, 1)
+    return jnp.asarray(queries).reshape(1, 1, 1, -1, 1), jnp.asarray(keys).reshape(1, 1, -1, 1)
+
+
+def in_sequences(inputs: Inputs) -> Array | None:
+    """Which queries belong to a sequence, `[1 or B, S]`; the others are padding. `None` if there is no padding."""
+    if inputs.segment_ids is not None:
+        return inputs.segment_ids >= 0
+    if inputs.cu_seqlens is None:
+        return None
+    end = inputs.cu_seqlens[-1]
+    return (jnp.arange(inputs.query.shape[1], dtype=end.dtype) < end)[None]
 
 
 def int32_ids(ids: Array, ids_kv: Array) -> tuple[Array, Array]:
-    """Ids `[B, S]` and `[B, L]` as int32: wider ones by how many of their row are smaller, and padding as -1."""
+    """Ids `[B, S]` and `[B, L]` as int32: wider ids by their rank among the ids of the row, and padding as -1."""
     if ids.dtype == jnp.int32:
         return ids, ids_kv
     both = jnp.sort(jnp.concatenate([ids, ids_kv], 1), 1)

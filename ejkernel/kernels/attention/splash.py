@@ -13,7 +13,7 @@ from ejkernel.kernels import _differentiable, _pallas, _varying
 from ejkernel.kernels.attention.borrowed import borrowed
 from ejkernel.kernels.attention.call import Call, lacking
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.masks import int32_ids
+from ejkernel.kernels.attention.masks import in_sequences, int32_ids
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 LANES = 128
@@ -73,29 +73,41 @@ def run(call: Call, *arrays: Array | None) -> Array:
 
 
 def _direct(call: Call, inputs: Inputs) -> Array:
-    options = () if inputs.sinks is None else (jnp.broadcast_to(_by_head(call, inputs.sinks), (call.heads,)),)
-    *arrays, ids = (*operands(call, inputs), None)[:4]
-    output = kernel(call)(*arrays, ids, *options)
-    return used(inputs, output.swapaxes(1, 2))
-
-
-def kernel(call: Call) -> Callable[..., Any]:
-    """Splash attention over rows `[B, H, T, …]`."""
     # not at the top: `import ejkernel` must not import Pallas
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    # the kernel has no scale
+    query = (inputs.query.astype(jnp.float32) * call.scale).astype(inputs.query.dtype)
+    query, key, value = (_without_padding(inputs, x).swapaxes(1, 2) for x in (query, inputs.key, inputs.value))
+    ids = None
+    if inputs.segment_ids is not None:
+        # padding attends to padding, which is 0
+        ids = jnp.maximum(int32_ids(inputs.segment_ids, inputs.segment_ids)[0], -1)
+    elif inputs.cu_seqlens is not None:
+        ids = prepare_sequence_ids(inputs.cu_seqlens, total_tokens=call.queries).astype(np.int32)[None]
+    one_row, sinks = _kernel(call), () if inputs.sinks is None else (_by_head(call, inputs.sinks),)
+    output = jax.vmap(lambda *row: one_row(*row, *sinks))(
+        query, key, value, None if ids is None else SegmentIds(ids, ids)
+    )
+    return _without_padding(inputs, output.swapaxes(1, 2))
+
+
+def _kernel(call: Call) -> Callable[..., Any]:
+    """Splash attention over one row `[H, T, …]`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    block = {"q": _block(call.queries), "kv": _block(call.keys)}
+    queries, keys = _block(call.queries), _block(call.keys)
     sizes = kernels.BlockSizes(
-        block_q=block["q"],
-        block_kv=block["kv"],
-        block_kv_compute=block["kv"],
-        block_q_dkv=block["q"],
-        block_kv_dkv=block["kv"],
-        block_kv_dkv_compute=block["kv"],
-        block_q_dq=block["q"],
-        block_kv_dq=block["kv"],
+        block_q=queries,
+        block_kv=keys,
+        block_kv_compute=keys,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=keys,
+        block_q_dq=queries,
+        block_kv_dq=keys,
     )
-    one_row = kernels.make_splash_mha(
+    return kernels.make_splash_mha(
         mask=_mask(call),
         block_sizes=sizes,
         attn_logits_soft_cap=call.soft_cap,
@@ -103,34 +115,12 @@ def kernel(call: Call) -> Callable[..., Any]:
         q_seq_shards=1,
         interpret=_pallas.INTERPRET is not None,
     )
-    return lambda query, key, value, ids, *shared: jax.vmap(lambda *x: one_row(*x, *shared))(query, key, value, ids)
 
 
-def operands(call: Call, inputs: Inputs) -> tuple[Any, ...]:
-    """Query, which has the scale that the kernel lacks, key and value, heads first; and which tokens are whose."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-    query = (inputs.query.astype(jnp.float32) * call.scale).astype(inputs.query.dtype)
-    arrays = tuple(used(inputs, x).swapaxes(1, 2) for x in (query, inputs.key, inputs.value))
-    if inputs.segment_ids is not None:
-        # padding attends to padding, which is 0
-        ids = jnp.maximum(int32_ids(inputs.segment_ids, inputs.segment_ids)[0], -1)
-    elif inputs.cu_seqlens is not None:
-        ids = prepare_sequence_ids(inputs.cu_seqlens, total_tokens=call.queries).astype(np.int32)[None]
-    else:
-        return arrays
-    return *arrays, SegmentIds(ids, ids)
-
-
-def used(inputs: Inputs, x: Array) -> Array:
-    """`x [B, T, …]` with 0 for padding; what has none as it is. Queries and keys have the same."""
-    if inputs.segment_ids is not None:
-        inside = jnp.expand_dims(inputs.segment_ids >= 0, (2, 3))
-    elif inputs.cu_seqlens is not None:
-        inside = jax.lax.broadcasted_iota(inputs.cu_seqlens.dtype, x.shape, 1) < inputs.cu_seqlens[-1]
-    else:
-        return x
-    return jnp.where(inside, x, jnp.zeros((), x.dtype))
+def _without_padding(inputs: Inputs, x: Array) -> Array:
+    """`x [B, T, …]` with 0 for padding; queries and keys have the same padding."""
+    inside = in_sequences(inputs)
+    return x if inside is None else jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def _by_head(call: Call, sinks: Array) -> Array:
@@ -158,32 +148,32 @@ def _mask(call: Call) -> Any:
     return masks.MultiHeadMask([mask] * call.heads)
 
 
-def _enter(run: Callable[..., Any], instead: Callable[..., Any], *trees: Any) -> Any:
-    """As one operation, which XLA need not be able to split."""
+def _enter(run: Callable[..., Any], fallback: Callable[..., Any], *trees: Any) -> Any:
+    """`run(*trees)` as one operation, which XLA need not be able to split."""
     arrays, tree = jax.tree.flatten(trees)
-    shapes, made = jax.tree.flatten(jax.eval_shape(instead, *trees))
+    shapes, results_tree = jax.tree.flatten(jax.eval_shape(fallback, *trees))
 
     def flat(function: Callable[..., Any], *arrays: Array) -> list[Array]:
-        # some of its gradients come in the query's dtype
-        found = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
-        return [x.astype(each.dtype) for x, each in zip(found, shapes, strict=True)]
+        # some of the kernel's gradients come in the query's dtype
+        results = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays)))
+        return [x.astype(each.dtype) for x, each in zip(results, shapes, strict=True)]
 
-    kernel, other = functools.partial(flat, run), functools.partial(flat, instead)
+    kernel, other = functools.partial(flat, run), functools.partial(flat, fallback)
     if trees[0].cu_seqlens is not None or trees[0].segment_ids is not None:
         kernel = functools.partial(_unless_it_leaks, kernel, other, tree)
-    return jax.tree.unflatten(made, _pallas.launch(kernel, other, shapes, *arrays))
+    return jax.tree.unflatten(results_tree, _pallas.launch(kernel, other, shapes, *arrays))
 
 
-def _unless_it_leaks(run: Callable[..., Any], instead: Callable[..., Any], tree: Any, *arrays: Array) -> Any:
-    """`run(*arrays)`; `instead` if a sequence has numbers that would reach the others.
+def _unless_it_leaks(run: Callable[..., Any], fallback: Callable[..., Any], tree: Any, *arrays: Array) -> Any:
+    """`run(*arrays)`, or `fallback(*arrays)` if numbers of one sequence would reach another.
 
-    It weighs what is masked by 0, and 0 times NaN is NaN.
+    The kernel multiplies what is masked by 0, and 0 times NaN is NaN.
     """
-    inputs, *rest = jax.tree.unflatten(tree, arrays)
-    # a cotangent comes last, after what was kept
-    tokens = [*inputs[:3], *rest[1:]]
-    harmless = [(jnp.abs(used(inputs, x)) <= HARMLESS).all() for x in tokens]
-    return jax.lax.cond(jnp.stack(harmless).all(), run, instead, *arrays)
+    inputs, *others = jax.tree.unflatten(tree, arrays)
+    # after the residuals comes the cotangent
+    tokens = [*inputs[:3], *others[1:]]
+    harmless = [(jnp.abs(_without_padding(inputs, x)) <= HARMLESS).all() for x in tokens]
+    return jax.lax.cond(jnp.stack(harmless).all(), run, fallback, *arrays)
 
 
 OP = borrowed(_direct, _enter)

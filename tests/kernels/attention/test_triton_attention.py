@@ -32,6 +32,8 @@ from ejkernel.attention import flash_attention
 from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels.attention import triton, xla
+from ejkernel.kernels.attention.call import Call
+from ejkernel.kernels.attention.inputs import Inputs
 from ejkernel.kernels.attention.triton import backward, plan
 from ejkernel.kernels.attention.triton import blocks as triton_blocks
 from ejkernel.kernels.attention.triton.plan import Config
@@ -367,6 +369,32 @@ def test_dropout_drops_what_xla_drops(key, decoded, monkeypatch):
     )
     for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
         assert_close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_dropout_of_a_devices_part_of_a_call(queries, monkeypatch):
+    """Output and gradients drop the weights that the whole call would; the key says where the heads of the part are."""
+    monkeypatch.setattr(plan, "FEW_ROWS", 64 if queries == 3 else 0)
+    random = np.random.default_rng(0)
+    shapes = {"query": (2, queries, 2, 8), "key": (2, 24, 1, 8), "value": (2, 24, 1, 8), "bias": (1, 2, queries, 24)}
+    arrays = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    sizes = {"batch": 2, "queries": queries, "keys": 24, "heads": 2, "kv_heads": 1, "key_dim": 8, "value_dim": 8}
+    names = ("query_dtype", "key_dtype", "value_dtype", "dtype", "softmax_dtype", "bias_dtype")
+    dtypes = dict.fromkeys(names, np.dtype(np.float32))
+    call = Call(**sizes, **dtypes, scale=0.3, dropout=0.5, bias_shape=shapes["bias"])
+    # a row of the whole call has 8 heads, and these begin at the fifth
+    words = jnp.array([3, 5, 4, 8], jnp.uint32)
+
+    def results(implementation):
+        def run(query, key, value, bias):
+            rest = [None] * (len(Inputs._fields) - 7)
+            return implementation.run(call, query, key, value, None, bias, None, words, *rest)
+
+        output, pull = jax.vjp(run, *arrays.values())
+        return output, *pull(output)
+
+    for mine, right in zip(results(triton), results(xla), strict=True):
+        assert_close(mine, right, 1e-5)
 
 
 def test_dropout_in_half_precision():

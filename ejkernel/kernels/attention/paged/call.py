@@ -1,4 +1,4 @@
-"""What a call of attention over pages is: its static facts, its arrays, and where its tokens lie."""
+"""A call of attention over pages: its static facts, its arrays, and where its tokens lie."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Call:
     scale: float
     writes: bool
     latent: bool  # whether values are the first dims of keys
-    scaled: bool = False  # whether the query is multiplied already, and `wide`, as the scale is an array
+    scaled: bool = False  # whether the scale is an array: the query is then multiplied by it already, and `wide`
     soft_cap: float | None = None
     left: int | None = None  # how far back a query sees
     sinks: int | None = None
@@ -62,14 +62,14 @@ class Call:
 
     def dims(self) -> dict[str, str]:
         """The dimensions of the arrays by name, a letter each."""
-        # one head that all queries share is every device's own
+        # every device holds a single head that all queries share
         heads = "H" if self.kv_heads > 1 else "X"
         tokens, pages = f"BT{heads}D", f"PS{heads}D"
         arrays = {"query": "BTHD", "key": tokens, "value": tokens, "key_pages": pages, "value_pages": pages}
         return {**arrays, "sinks": "HZ", "table": "NM", "lengths": "N", "cu_seqlens": "N"}
 
     def part(self, rows: int, heads: int, shapes: dict[str, tuple[int, ...] | None]) -> "Call":
-        """The call that a device has where so many share its heads."""
+        """One device's part of the call, where so many devices share its `heads`."""
         pages = shapes["key_pages"]
         assert pages is not None
         if 1 < self.kv_heads < heads:
@@ -88,13 +88,13 @@ class Call:
 class Places(NamedTuple):
     """Where new tokens, and the queries at them, lie in their sequences."""
 
-    first: Array  # position of each sequence's first query [N]
-    queries: Array  # how many it has, 0 if it has more of them than tokens [N]
-    ends: Array  # how many tokens it has, new ones included [N]
-    page: Array  # of each token [T]; `P` where it has none
-    row: Array  # of its page [T]
-    position: Array  # in its sequence [T]
-    real: Array  # whether a token belongs to a sequence [T]
+    first: Array  # [N]: the position of each sequence's first query
+    queries: Array  # [N]: how many queries each sequence has, 0 if more of them than tokens
+    ends: Array  # [N]: how many tokens each sequence has, new ones included
+    page: Array  # [T]: the page of each token, `P` where it has none
+    row: Array  # [T]: each token's row in its page
+    position: Array  # [T]: each token's position in its sequence
+    real: Array  # [T]: whether the token belongs to a sequence, rather than to the padding
 
 
 def places(call: Call, inputs: Inputs) -> Places:
@@ -115,8 +115,21 @@ def places(call: Call, inputs: Inputs) -> Places:
 
 
 def page_of(call: Call, table: Array, position: Array, *sequence: Array) -> Array:
-    """The page of each position by the `table [M]`, or by that of its `sequence`; `P` where it has none."""
+    """The page of each position, from `table [M]` or from `table [N, M]` and the `sequence` of each; `P` for none."""
     place = position // call.page
     page = table.at[*sequence, jnp.clip(place, 0, call.places - 1)].get(mode="promise_in_bounds")
-    there = (place >= 0) & (place < call.places) & (page >= 0) & (page < call.pages)
-    return jnp.where(there, page, call.pages)
+    has_page = (place >= 0) & (place < call.places) & (page >= 0) & (page < call.pages)
+    return jnp.where(has_page, page, call.pages)
+
+
+def tiles(where: Places, size: int) -> tuple[Array, Array]:
+    """How the tiles of all sequences' queries are numbered, sequence after sequence.
+
+    The first result, `[N]`, is the number past each sequence's last tile. The second, `[N]`, is to be added to a tile's
+    number: the sum times `size` is the position at which the tile begins.
+    """
+    first, last = where.first // size, (where.first + where.queries - 1) // size
+    # a sequence may begin and end inside a tile
+    count = jnp.where(where.queries > 0, last - first + 1, 0)
+    ends = jnp.cumsum(count)
+    return ends, first - (ends - count)

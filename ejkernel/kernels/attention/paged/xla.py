@@ -1,8 +1,8 @@
-"""Attention over pages in plain JAX: a tile of a sequence's queries after the other, block after block of its keys.
+"""Attention over pages in plain JAX: tile after tile of a sequence's queries, block after block of its keys.
 
-What a query gets is the same to the bit in every call. So tiles of queries and blocks of keys are cut at fixed
-positions of a sequence, whatever part of it a call holds, and products always have the same shapes: rows of a tile that
-are not in the call are computed and thrown away.
+A query's output is the same to the bit in every call. So tiles of queries and blocks of keys begin at fixed positions
+of a sequence, whatever part of it a call holds, and products always have the same shapes: rows of a tile that are not
+in the call are computed and thrown away.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels import _varying
-from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, page_of, places
-from ejkernel.kernels.attention.xla.rounding import rounded
+from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, page_of, places, tiles
+from ejkernel.kernels.attention.xla.softmax import online, rounded
 
 # Keys of a block; a tile of queries lies inside one.
 KEYS = 128
@@ -55,7 +55,7 @@ def _missing(call: Call, inputs: Inputs) -> Array:
 
 
 def write(call: Call, inputs: Inputs, where: Places) -> Inputs:
-    """The inputs with the new tokens in the pages."""
+    """`inputs` with the new tokens written to their pages."""
 
     def written(pages: Array, x: Array) -> Array:
         return pages.at[where.page, where.row].set(x[0].astype(pages.dtype), mode="drop")
@@ -70,37 +70,35 @@ def write(call: Call, inputs: Inputs, where: Places) -> Inputs:
 class _Sums(NamedTuple):
     """The carry of the online softmax, `[Hkv, rows, ·]`."""
 
-    top: Array  # the largest score
-    total: Array  # of exp(score - top)
-    sums: Array  # of values, weighted so
-    bad: Array  # whether a place without a page, or a value that is not finite, is in sight
+    top: Array  # the running maximum
+    total: Array  # the sum of exp(score - top)
+    sums: Array  # the sum of exp(score - top) times the value
+    bad: Array  # whether the row has seen a place without a page, or a value that is not finite
 
 
 def _attend(call: Call, inputs: Inputs, where: Places) -> Array:
-    """What the queries of all sequences read, `[T, H, Dv]`."""
+    """The outputs of all sequences' queries, `[T, H, Dv]`."""
     size = tile_size(call)
-    first, last = where.first // size, (where.first + where.queries - 1) // size
-    tiles = jnp.where(where.queries > 0, last - first + 1, 0)
-    ends = jnp.cumsum(tiles)
+    ends, shift = tiles(where, size)
     query = inputs.query[0]
 
     def visit(i: Array, output: Array) -> Array:
         n = jnp.searchsorted(ends, i, side="right", method="scan_unrolled").astype(jnp.int32)
-        begin = (first[n] + i - (ends[n] - tiles[n])) * size  # position of the tile's first row
+        begin = (i + shift[n]) * size  # position of the tile's first row
         index = begin + jnp.arange(size, dtype=jnp.int32) - where.first[n]
         inside = (index >= 0) & (index < where.queries[n])
         token = inputs.cu_seqlens[n] + index
         rows = query.at[token].get(mode="clip")
         rows = jnp.where(inside[:, None, None], rows, 0)
-        found = _tile(call, inputs, rows, inputs.table[n], begin, where.ends[n])
-        return output.at[jnp.where(inside, token, call.tokens)].set(found, mode="drop")
+        tile = _tile(call, inputs, rows, inputs.table[n], begin, where.ends[n])
+        return output.at[jnp.where(inside, token, call.tokens)].set(tile, mode="drop")
 
     output = jnp.zeros((call.tokens, call.heads, call.value_dim), call.wide)
     return lax.fori_loop(0, ends[-1], visit, _varying.like(output, query))
 
 
 def tile_size(call: Call) -> int:
-    """Queries of a tile, a power of two: a matter of heads alone, as other sizes may give other bits."""
+    """How many queries a tile has: a power of two that depends on heads alone, as other sizes may give other bits."""
     size = 1
     while size * call.groups < ROWS:
         size *= 2
@@ -108,30 +106,28 @@ def tile_size(call: Call) -> int:
 
 
 def _tile(call: Call, inputs: Inputs, query: Array, table: Array, begin: Array, end: Array) -> Array:
-    """What a tile of queries `[size, H, D]` at positions from `begin` reads, of a sequence of `end` tokens."""
+    """The output `[size, H, Dv]` of a tile of queries at positions from `begin` on, in a sequence of `end` tokens."""
     size, G = query.shape[0], call.groups
     query = query.astype(call.wide).reshape(size, call.kv_heads, G, call.key_dim)
     query = jnp.moveaxis(query, 0, 2).reshape(call.kv_heads, G * size, call.key_dim)
-    at = begin + jnp.tile(jnp.arange(size, dtype=jnp.int32), G)  # position of each row
+    row_position = begin + jnp.tile(jnp.arange(size, dtype=jnp.int32), G)
 
     def visit(b: Array, carry: _Sums) -> _Sums:
         position = b * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         page, row = page_of(call, table, position), position % call.page
-        there = (page < call.pages) & (position < end)
-        key, value = _block(call, inputs, page, row, there)
-        allowed = (position[None] <= at[:, None]) & (position < end)[None]
+        stored = (page < call.pages) & (position < end)
+        key, value = _block(call, inputs, page, row, stored)
+        allowed = (position[None] <= row_position[:, None]) & (position < end)[None]
         if call.left is not None:
-            allowed &= position[None] >= at[:, None] - call.left
+            allowed &= position[None] >= row_position[:, None] - call.left
         scores = _product("nrd,knd->nrk", query, key) * call.scale
         if call.soft_cap is not None:
             scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
         scores = jnp.where(allowed, rounded(scores), -jnp.inf)
-        top = jnp.maximum(carry.top, scores.max(-1, keepdims=True))
-        base = jnp.where(top == -jnp.inf, 0, top)
-        weights, shrink = jnp.exp(scores - base), jnp.exp(carry.top - base)
+        top, weights, shrink = online(carry.top, scores)
         # a weight of 0 does not hide what is not finite
         finite = jnp.isfinite(value)
-        known = finite.all(-1).T & there  # [Hkv, keys]
+        known = finite.all(-1).T & stored  # [Hkv, keys]
         bad = (allowed & ~known[:, None]).any(-1, keepdims=True)
         added = _product("nrk,knd->nrd", weights, jnp.where(finite, value, 0))
         total = carry.total * shrink + weights.sum(-1, keepdims=True)
@@ -144,17 +140,16 @@ def _tile(call: Call, inputs: Inputs, query: Array, table: Array, begin: Array, 
     low = 0 if call.left is None else jnp.maximum(begin - call.left, 0) // KEYS
     # queries past the table have no page of their own, whatever they see
     high = jnp.minimum(begin // KEYS, (call.places * call.page - 1) // KEYS) + 1
-    found = _finished(call, lax.fori_loop(low, high, visit, carry), inputs.sinks)
-    found = jnp.moveaxis(found.reshape(call.kv_heads, G, size, call.value_dim), 2, 0)
-    return found.reshape(size, call.heads, call.value_dim)
+    output = _normalized(call, lax.fori_loop(low, high, visit, carry), inputs.sinks)
+    output = jnp.moveaxis(output.reshape(call.kv_heads, G, size, call.value_dim), 2, 0)
+    return output.reshape(size, call.heads, call.value_dim)
 
 
-def _block(call: Call, inputs: Inputs, page: Array, row: Array, there: Array) -> tuple[Array, Array]:
-    """Keys and values `[keys, Hkv, ·]`, 0 for those that are not `there`."""
+def _block(call: Call, inputs: Inputs, page: Array, row: Array, stored: Array) -> tuple[Array, Array]:
+    """Keys and values `[keys, Hkv, ·]`, 0 where nothing is stored."""
 
     def read(pages: Array) -> Array:
-        found = pages.at[page, row].get(mode="clip")
-        return jnp.where(there[:, None, None], found, 0).astype(call.wide)
+        return jnp.where(stored[:, None, None], pages.at[page, row].get(mode="clip"), 0).astype(call.wide)
 
     key = read(inputs.key_pages)
     return key, key[..., : call.value_dim] if inputs.value_pages is None else read(inputs.value_pages)
@@ -164,8 +159,8 @@ def _product(product: str, rows: Array, columns: Array) -> Array:
     return jnp.einsum(product, rows, columns, precision=lax.Precision.HIGHEST)
 
 
-def _finished(call: Call, carry: _Sums, sinks: Array | None) -> Array:
-    """The output `[Hkv, rows, Dv]` of a tile whose keys are all summed up: the sinks join in."""
+def _normalized(call: Call, carry: _Sums, sinks: Array | None) -> Array:
+    """The output `[Hkv, rows, Dv]` of a tile after its last keys: the sinks join in."""
     top, total, sums, bad = carry
     if sinks is not None:
         heads = sinks.shape[0]
@@ -174,9 +169,7 @@ def _finished(call: Call, carry: _Sums, sinks: Array | None) -> Array:
         size = top.shape[1] // call.groups
         sinks = jnp.broadcast_to(sinks, (call.kv_heads, call.groups, size, sinks.shape[-1]))
         sinks = sinks.reshape(call.kv_heads, top.shape[1], -1)
-        new_top = jnp.maximum(top, sinks.max(-1, keepdims=True))
-        base = jnp.where(new_top == -jnp.inf, 0, new_top)
-        shrink = jnp.exp(top - base)
-        total, sums = total * shrink + jnp.exp(sinks - base).sum(-1, keepdims=True), sums * shrink
+        _, weights, shrink = online(top, sinks)
+        total, sums = total * shrink + weights.sum(-1, keepdims=True), sums * shrink
     output = jnp.where(total == 0, 0, sums / jnp.where(total == 0, 1, total))
     return jnp.where(bad, jnp.nan, output)

@@ -32,14 +32,14 @@ def supports(call: Call) -> str | None:
 
 
 def slowest(call: Call) -> str | None:
-    """What XLA is faster at, as measured, if the call has it."""
+    """The dtype and dims of `call` for which XLA was measured to be faster, or `None`."""
     if decodes(call) or operand_dtype(call) != np.float32 or padded_dims(call) <= 256:
         return None
     return f"float32 with head dims {call.key_dim} and {call.value_dim}"
 
 
 def run(call: Call, *arrays: Array | None) -> Any:
-    """The output `[B, S, H, Dv]`, with `return_lse` and the log of the softmax's denominator `[B, S, H]`."""
+    """The output `[B, S, H, Dv]`; with `return_lse` also the log-sum-exp `[B, S, H]`."""
     inputs: Inputs = _varying.align(Inputs(*arrays))  # type: ignore[arg-type]
     dtype = operand_dtype(call)
     query, key, value = (each.astype(dtype) for each in inputs[:3])

@@ -1,4 +1,4 @@
-"""The kernels of a call as an op that JAX can differentiate and map."""
+"""The kernels' passes as one op that JAX can differentiate and map."""
 
 from dataclasses import replace
 from operator import itemgetter
@@ -13,7 +13,7 @@ from ejkernel.kernels._op import Op
 from ejkernel.kernels.attention import xla
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs, cotangents
-from ejkernel.kernels.attention.masks import by_group
+from ejkernel.kernels.attention.masks import by_group, in_sequences
 from ejkernel.kernels.attention.triton.backward import backward
 from ejkernel.kernels.attention.triton.forward import forward
 from ejkernel.kernels.attention.triton.launcher import LOG2E
@@ -34,57 +34,50 @@ def _forward(static: Static, inputs: Inputs) -> Outputs:
 
 
 def _with_residuals(static: Static, inputs: Inputs) -> tuple[Outputs, tuple[Array, Array]]:
-    """Output and log-sum-exp, and what the kernels have of the latter, `[B, H, S]`, to base 2."""
-    output, top, total = forward(*static, inputs)
-    return (output, _log_sum_exp(inputs, top, total)), (top, total)
+    """Output and log-sum-exp, and the two numbers `[B, H, S]` that the log-sum-exp to base 2 is the sum of."""
+    output, *lse = forward(*static, inputs)
+    return (output, _log_sum_exp(inputs, *lse)), (lse[0], lse[1])
 
 
-def _log_sum_exp(inputs: Inputs, top: Array, total: Array) -> Array:
-    return _without_padding(inputs, (top + total).swapaxes(1, 2) / LOG2E, -jnp.inf)
+def _log_sum_exp(inputs: Inputs, lse: Array, lse_rest: Array) -> Array:
+    return _without_padding(inputs, (lse + lse_rest).swapaxes(1, 2) / LOG2E, -jnp.inf)
 
 
 def _without_padding(inputs: Inputs, rows: Array, fill: float) -> Array:
-    """`rows [B, S, H]` with `fill` for tokens that are padding."""
-    if inputs.segment_ids is not None:
-        return jnp.where((inputs.segment_ids < 0)[..., None], fill, rows)
-    if inputs.cu_seqlens is None:
-        return rows
-    token = jnp.arange(rows.shape[1], dtype=inputs.cu_seqlens.dtype)
-    return jnp.where((token >= inputs.cu_seqlens[-1])[None, :, None], fill, rows)
+    """`rows [B, S, H]` with `fill` for padding."""
+    inside = in_sequences(inputs)
+    return rows if inside is None else jnp.where(inside[..., None], rows, fill)
 
 
 def _backward(static: Static, inputs: Inputs, residuals: Any, d_outputs: Any, wanted: Inputs) -> Inputs:
-    (call, plan), (output, (top, total)), (d_output, d_lse) = static, residuals, d_outputs
+    (call, plan), (output, lse), (d_output, d_lse) = static, residuals, d_outputs
     d_output = jnp.zeros_like(output) if d_output is None else d_output
     d_lse = None if d_lse is None else _without_padding(inputs, d_lse, 0).swapaxes(1, 2)
     # a bias' gradient costs as much as all the others
-    of_bias = bool(wanted.bias)
-    found = backward(of_bias, call, plan, inputs, (output, top, total), d_output, d_lse)
-    gradients = {name: getattr(found, name) for name in ("query", "key", "value")}
-    if inputs.bias is not None:
-        gradients["bias"] = found.bias if found.bias is not None else jnp.zeros_like(inputs.bias)
+    gradients = backward(bool(wanted.bias), call, plan, inputs, (output, *lse), d_output, d_lse)._asdict()
+    if inputs.bias is not None and gradients["bias"] is None:
+        gradients["bias"] = jnp.zeros_like(inputs.bias)
     if inputs.sinks is not None:
-        assert found.flow is not None
-        gradients["sinks"] = _of_sinks(call, inputs.sinks, top, total, found.flow)
+        gradients["sinks"] = _sinks_gradient(call, inputs.sinks, lse[0], lse[1], gradients["sink_delta"])
     return cotangents(inputs, gradients)
 
 
-def _of_sinks(call: Call, sinks: Array, top: Array, total: Array, mean: Array) -> Array:
-    """The sinks' gradient: each takes its share of what the softmax takes off the scores of a row."""
-    total = jnp.where(total == -jnp.inf, 0, total)
-    rows = (each.reshape(call.batch, call.kv_heads, call.groups, -1) for each in (top, total, mean))
-    top, total, mean = (each[..., None] for each in rows)
+def _sinks_gradient(call: Call, sinks: Array, lse: Array, lse_rest: Array, delta: Array) -> Array:
+    """The sum over rows of a sink's weight times `-delta`, as a sink has no value."""
+    lse_rest = jnp.where(lse_rest == -jnp.inf, 0, lse_rest)
+    rows = (each.reshape(call.batch, call.kv_heads, call.groups, -1) for each in (lse, lse_rest, delta))
+    lse, lse_rest, delta = (each[..., None] for each in rows)
     split = by_group(call, sinks.astype(jnp.float32), 0)[None, :, :, None]
-    share = -jnp.exp2(split * LOG2E - top - total) * mean  # [B, Hkv, G, S, sinks]
+    d_sinks = -jnp.exp2(split * LOG2E - lse - lse_rest) * delta  # [B, Hkv, G, S, sinks]
     axes = (0, 3, *(axis for axis in (1, 2) if split.shape[axis] == 1))
-    return share.sum(axes)
+    return d_sinks.sum(axes)
 
 
 def _tangent(static: Static, inputs: Inputs, residuals: Any, tangents: Inputs) -> tuple[Outputs, Outputs]:
-    output, (top, total) = residuals
-    d_output, d_lse = tangent(*static, inputs, (output, top, total), tangents)
+    output, lse = residuals
+    d_output, d_lse = tangent(*static, inputs, (output, *lse), tangents)
     d_lse = _without_padding(inputs, d_lse.swapaxes(1, 2), 0)
-    return (output, _log_sum_exp(inputs, top, total)), (d_output, d_lse)
+    return (output, _log_sum_exp(inputs, *lse)), (d_output, d_lse)
 
 
 def _reference(static: Static, inputs: Inputs) -> Outputs:

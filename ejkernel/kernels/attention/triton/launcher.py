@@ -1,4 +1,4 @@
-"""What every kernel of a call is told of it."""
+"""One call of softmax attention on its way to Triton: the arrays, sizes and constants that its kernels share."""
 
 import importlib
 import math
@@ -12,40 +12,36 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels import _launch
-from ejkernel.kernels._launch import Tile, padded
-from ejkernel.kernels.attention import dropout
+from ejkernel.kernels._launch import Tile
+from ejkernel.kernels.attention import constants, dropout
 from ejkernel.kernels.attention.call import Call
 from ejkernel.kernels.attention.inputs import Inputs
-from ejkernel.kernels.attention.masks import int32_ids
+from ejkernel.kernels.attention.masks import by_group, int32_ids, live_tokens
 from ejkernel.kernels.attention.triton.plan import Plan
 from ejkernel.xla_utils.utils import cdiv
 
-LOG2E = math.log2(math.e)  # logs are to base 2 in the kernels
-_FAR = (1 << 31) - 1  # as far as int32 goes
+LOG2E = math.log2(math.e)  # logarithms are to base 2 in the kernels
+_FAR = (1 << 31) - 1  # the largest int32
 # as in `device.tiles`
 _WAYS = 64
 _ALIGNED = 16
 _PRESENT, _ROWS, _QUERIES, _KEYS = 1, 2, 4, 8
 
-# Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = ("forward", "backward", "bias", "decoding", "tangent")
-DEVICE = {name: f"ejkernel.kernels.attention.triton.device.{name}" for name in _NAMES}
-
 
 def device(name: str) -> Any:
-    """A module of device code."""
-    return importlib.import_module(DEVICE[name])
+    """A module of device code; nothing imports it before, since `import ejkernel` must not import Triton."""
+    return importlib.import_module(f"ejkernel.kernels.attention.triton.device.{name}")
 
 
 def aligned(pairs: Array | None) -> Array | None:
-    """A mask or a bias whose rows begin where wide loads can: byte by byte, they would take most of the time."""
+    """A mask or a bias with rows padded so that each begins aligned: loads byte by byte would take most of the time."""
     if pairs is None or pairs.shape[3] == 1:
         return pairs
     return jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), (0, -pairs.shape[3] % _ALIGNED)))
 
 
 def _layout(pairs: Array | None) -> tuple[int, int]:
-    """Which axes of a mask or a bias are not broadcast, and its heads."""
+    """The flags of `device.tiles` for a mask's or a bias' axes that are not broadcast, and its number of heads."""
     if pairs is None:
         return 0, 1
     rows, heads, queries, keys = pairs.shape
@@ -54,45 +50,43 @@ def _layout(pairs: Array | None) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What kernels are compiled for; device code gets it as `CALL`."""
+class Constants(constants.Constants):
+    """Constants of kernels without pages. The fields with defaults are those of some kernels alone."""
 
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    key_block: int  # dims, padded
-    value_block: int
-    rows: int  # queries a tile
-    columns: int  # keys a tile
     joined: bool  # as in `Tile`
     packed: bool
-    ids: bool  # rows hold several sequences
-    offsets: int  # none, one for all rows, or one each
+    ids: bool  # whether rows hold several sequences, told apart by ids
+    offsets: int  # how many query offsets: 0, 1 for all rows, or 2 for one each
     left: bool  # whether keys are bounded on that side
     right: bool
     mask: int  # its layout, as in `device.tiles`
     mask_heads: int
     bias: int
     bias_heads: int
-    sinks: int
-    sink_heads: int
-    sink_block: int
-    scale: float
-    cap: float
-    linear: bool  # the scale is applied with the exponential
+    scaled_late: bool  # whether scores are scaled only in the exponent
     fast_tanh: bool
-    least: int  # what dropout keeps draws from this on, 0 if all
-    share: float  # what is kept is multiplied by this
-    placed: bool  # draws are counted in a call that this one is a part of
-    precision: str
-    parts: int = 1  # of the keys, the heads or the tiles, for programs of their own
+    drop_below: int  # dropout drops weights whose random word is less; 0 without dropout
+    keep_factor: float  # what dropout multiplies the other weights by
+    part_of_call: bool  # whether dropout counts heads and rows in a call that this one is a device's part of
+    parts: int = 1  # how many programs share the keys, the heads or the tiles
     part_block: int = 1
     has_d_lse: bool = False
-    folded: bool = False  # what is taken off scores travels with them
-    of_key: bool = False  # the key's gradient is asked for
+    folded: bool = False  # whether products subtract log-sum-exp and delta, see `device.backward.terms`
+    of_key: bool = False  # whether the key's gradient is wanted
     of_value: bool = False
     bounds_by_row: bool = False
+
+
+def without_masked(call: Call, inputs: Inputs, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """`arrays`, by the names of `Inputs`, with 0 for queries and keys that the mask leaves without a partner.
+
+    What the mask hides must not matter even if it is NaN, and 0 · NaN would let it.
+    """
+    if inputs.mask is None:
+        return dict(arrays)
+    queries, keys = live_tokens(call, by_group(call, inputs.mask, 1))
+    live = {"query": queries, "d_output": queries, "key": keys, "value": keys}
+    return {name: None if x is None else jnp.where(live[name], x, 0) for name, x in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -115,27 +109,27 @@ class Launcher:
 
     @property
     def arrays(self) -> dict[str, Array | None]:
-        """The call's arrays, by the names that kernels have for them."""
+        """The call's arrays, by their names in device code."""
         named = self.inputs._asdict()
         return {"words" if name == "dropout_key" else name: each for name, each in named.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Rows, queries, keys, sequences, how far apart those are that are looked at first, and bounds of distance."""
+        """Batch, queries, keys, sequences; the stride of a search's first pass over sequences; bounds of distance."""
         call, count = self.call, self.call.sequences or 0
         left, right = (_FAR if each is None else min(each, _FAR) for each in (call.left, call.right))
         sizes = {"B": call.batch, "S": call.queries, "L": call.keys, "N": count, "apart": cdiv(count + 1, _WAYS)}
         return sizes | {"left": left, "right": right}
 
     def blocks(self, size: int, of_keys: bool = False) -> int:
-        """Blocks of `size` tokens of queries or keys; of packed sequences, as many as there may be."""
+        """How many blocks of `size` queries or keys there are; of packed sequences, how many there may be."""
         count = self.call.keys if of_keys else self.call.queries
         if self.call.sequences is not None:
             return count // size + self.call.sequences + 1
         return self.call.batch * cdiv(count, size)
 
     def ranges(self, size: int, of_keys: bool = True) -> dict[str, Array | None]:
-        """Of each block of `size` keys or queries, padding aside, the least and the largest id; and if all have it."""
+        """The least and the largest id of each block of `size` keys or queries, padding aside, and if all are equal."""
         ids = self.inputs.segment_ids_kv if of_keys else self.inputs.segment_ids
         if ids is None:
             return dict.fromkeys(("least", "largest", "whole"))
@@ -152,25 +146,20 @@ class Launcher:
         *,
         programs: int,
         tile: Tile,
-        **constants: Any,
+        **others: Any,
     ) -> Any:
-        """Runs `kernel`, which is told the call's sizes and constants, and more of these."""
-        known = replace(self._constants, rows=tile.rows, columns=tile.columns, joined=tile.joined, **constants)
-        return _launch.launch(kernel, {**inputs, **self.sizes}, outputs, constants=known, programs=programs, tile=tile)
+        """The outputs of `kernel`, which gets the constants `others` besides those of the call."""
+        merged = replace(self._constants, rows=tile.rows, columns=tile.columns, joined=tile.joined, **others)
+        return _launch.launch(kernel, {**inputs, **self.sizes}, outputs, constants=merged, programs=programs, tile=tile)
 
     @cached_property
     def _constants(self) -> Constants:
         call, inputs = self.call, self.inputs
-        offset, sinks = inputs.query_offset, inputs.sinks
+        offset = inputs.query_offset
         mask, mask_heads = _layout(inputs.mask)
         bias, bias_heads = _layout(inputs.bias)
         return Constants(
-            heads=call.heads,
-            kv_heads=call.kv_heads,
-            key_dim=call.key_dim,
-            value_dim=call.value_dim,
-            key_block=padded(call.key_dim),
-            value_block=padded(call.value_dim),
+            **constants.common(call, inputs.sinks, inputs.query.dtype == np.float32),
             rows=0,
             columns=0,
             joined=False,
@@ -183,15 +172,9 @@ class Launcher:
             mask_heads=mask_heads,
             bias=bias,
             bias_heads=bias_heads,
-            sinks=0 if sinks is None else sinks.shape[1],
-            sink_heads=1 if sinks is None else sinks.shape[0],
-            sink_block=1 if sinks is None else padded(sinks.shape[1], 1),
-            scale=float(call.scale),
-            cap=float(call.soft_cap or 0.0),
-            linear=call.soft_cap is None and inputs.bias is None and call.scale > 0,
+            scaled_late=call.soft_cap is None and inputs.bias is None and call.scale > 0,
             fast_tanh=self.plan.fast_tanh,
-            least=dropout.least(call),
-            share=1 / (1 - call.dropout),
-            placed=inputs.dropout_key is not None and dropout.is_placed(inputs.dropout_key),
-            precision="tf32x3" if inputs.query.dtype == np.float32 else "ieee",
+            drop_below=dropout.threshold(call),
+            keep_factor=1 / (1 - call.dropout),
+            part_of_call=inputs.dropout_key is not None and dropout.is_placed(inputs.dropout_key),
         )

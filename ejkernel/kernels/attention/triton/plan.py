@@ -1,4 +1,9 @@
-"""Tile sizes by GPU, dtype and head dim, as data, and how a call is cut. Hopper's are measured; the others fit."""
+"""Tile sizes by GPU, dtype, head dim and options, as data, and the choice among them for a call.
+
+Hopper's are measured, with a table of their own for options of the GPU page's rows; the others fit into memory. Head
+dims up to 512 (the entries for 1024, both dims together) are not measured yet: they are kept as the pages promise them,
+for Gemma 4's global layers.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -16,17 +21,17 @@ _SQUARE, _FLAT = Tile(64, 64), Tile(16, 64, stages=2)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All that a call's kernels are cut by.
+    """The tiles of a call's kernels.
 
     Attributes:
-        forward: The pass that gives the output.
-        query: The pass that gives the query's gradient.
-        key: The pass that gives the key's and the value's gradient.
-        bias: The pass that gives the bias' gradient.
-        decoding: Few queries against many keys; its rows are a group's queries, however many they are.
-        apart: Whether `key` runs once for the key's and once for the value's gradient: the registers hold one sum.
-        tangent: The pass that gives the output's tangent. `None` is `query` with half the columns: it walks twice as
-            many arrays.
+        forward: Of the pass that gives the output.
+        query: Of the pass that gives the query's gradient.
+        key: Of the pass that gives the key's and the value's gradient.
+        bias: Of the pass that gives the bias' gradient.
+        decoding: Of few queries against many keys; its rows are a group's queries, however many they are.
+        apart: Whether the pass of `key` runs once for each of its gradients, as the registers hold the sums of one.
+        tangent: Of the pass that gives the output's tangent. `None` is `query` with half the columns, as the pass walks
+            twice as many arrays.
     """
 
     forward: Tile
@@ -111,52 +116,44 @@ _FULL = {  # float32, whose products take three passes and twice the memory
 PACKED, SHORT, LONG = "packed", "short", "long"
 # Tiles of a mask or a bias wait in shared memory with those of keys; of a bias in float32, fewer find room.
 MASKED, BIASED, BIASED_WIDE = "masked", "biased", "biased, in float32"
+_DECODING = Tile(16, 128, stages=2)
+_BIASED_128 = Config(forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3),
+    key=Tile(64, 64, stages=2), decoding=_DECODING)
+_HOPPER_512 = Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
+    key=Tile(32, 128, warps=8, stages=3), apart=True)
 _BY_WALK: dict[tuple[str | int, int, str], Config] = {
-    (LARGE, 256, PACKED): Config(
-        forward=Tile(64, 32, stages=3, joined=True), query=Tile(64, 64, stages=2, joined=True),
-        key=Tile(32, 64, stages=3, joined=True), decoding=Tile(16, 128, stages=2)),
-    (LARGE, 256, SHORT): Config(
-        forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=2), key=Tile(32, 64, stages=3),
-        decoding=Tile(16, 128, stages=2)),
+    (LARGE, 256, PACKED): Config(forward=Tile(64, 32, stages=3, joined=True), query=Tile(64, 64, stages=2, joined=True),
+        key=Tile(32, 64, stages=3, joined=True), decoding=_DECODING),
+    (LARGE, 256, SHORT): Config(forward=Tile(64, 64, stages=3), query=Tile(64, 64, stages=2),
+        key=Tile(32, 64, stages=3), decoding=_DECODING),
     (LARGE, 128, MASKED): Config(forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(64, 64, stages=3),
-        key=Tile(64, 64, stages=3), decoding=Tile(16, 128, stages=2)),
-    (LARGE, 256, MASKED): Config(
-        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 64, warps=8, stages=3),
-        key=Tile(64, 128, warps=8, stages=3), decoding=Tile(16, 128, stages=2),
+        key=Tile(64, 64, stages=3), decoding=_DECODING),
+    (LARGE, 256, MASKED): Config(forward=Tile(128, 64, warps=8, stages=3, joined=True),
+        query=Tile(128, 64, warps=8, stages=3), key=Tile(64, 128, warps=8, stages=3), decoding=_DECODING,
         tangent=Tile(128, 64, warps=8, stages=2, joined=True)),
-    (LARGE, 128, BIASED): Config(
-        forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=2),
-        decoding=Tile(16, 128, stages=2)),
-    (LARGE, 128, BIASED_WIDE): Config(
-        forward=Tile(64, 64, stages=3, joined=True), query=Tile(64, 64, stages=3), key=Tile(64, 64, stages=2),
-        decoding=Tile(16, 128, stages=2)),
-    (LARGE, 256, BIASED): Config(
-        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 64, warps=8, stages=3),
-        key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8), decoding=Tile(16, 128, stages=2)),
-    (LARGE, 256, BIASED_WIDE): Config(
-        forward=Tile(128, 64, warps=8, stages=3, joined=True), query=Tile(128, 32, warps=8, stages=3),
-        key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8), decoding=Tile(16, 128, stages=2)),
+    (LARGE, 128, BIASED): _BIASED_128,
+    (LARGE, 128, BIASED_WIDE): _BIASED_128,
+    (LARGE, 256, BIASED): Config(forward=Tile(128, 64, warps=8, stages=3, joined=True),
+        query=Tile(128, 64, warps=8, stages=3), key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8),
+        decoding=_DECODING),
+    (LARGE, 256, BIASED_WIDE): Config(forward=Tile(128, 64, warps=8, stages=3, joined=True),
+        query=Tile(128, 32, warps=8, stages=3), key=Tile(32, 128, warps=8, stages=3), bias=Tile(128, 128, warps=8),
+        decoding=_DECODING),
     (LARGE, 384, BIASED): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 64, warps=8, stages=2),
         key=Tile(32, 128, warps=8, stages=2), apart=True),
     (LARGE, 384, BIASED_WIDE): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=2),
         key=Tile(32, 128, warps=8, stages=2), apart=True),
-    (LARGE, 512, BIASED_WIDE): Config(
-        forward=Tile(128, 32, warps=8, stages=2), query=Tile(64, 32, stages=2), key=Tile(32, 64, stages=2),
-        apart=True),
+    (LARGE, 512, BIASED_WIDE): Config(forward=Tile(128, 32, warps=8, stages=2), query=Tile(64, 32, stages=2),
+        key=Tile(32, 64, stages=2), apart=True),
     # Hopper's memory to the last byte; a mask or a bias takes some, and Blackwell needs more
-    (90, 512, PACKED): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
-        key=Tile(32, 128, warps=8, stages=3), apart=True),
-    (90, 512, SHORT): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
-        key=Tile(32, 128, warps=8, stages=3), apart=True),
-    (90, 512, LONG): Config(forward=Tile(128, 64, warps=8, stages=2), query=Tile(128, 32, warps=8, stages=3),
-        key=Tile(32, 128, warps=8, stages=3), apart=True),
+    **{(90, 512, walk): _HOPPER_512 for walk in (PACKED, SHORT, LONG)},
 }
 # fmt: on
-# One stream over the output, before the backward walks.
+# Of the pass that computes delta from the output and its cotangent.
 ROWS = Tile(64, 64, warps=8)
-# Programs that occupy the chip; with fewer, work is cut further where it can be.
+# Programs that fill a GPU; with fewer, work is split further where it can be.
 FILL = 264
-# A group's queries up to this many are decoded: their keys are cut in parts, of which there are at most so many.
+# Calls with at most this many queries of a group are decoded with split keys, in at most so many parts.
 FEW_ROWS = 64
 MOST_PARTS = 64
 
@@ -173,13 +170,13 @@ def configure(capability: int, wide: bool, dims: int, walk: str) -> Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut; folding `vmap` into the batch keeps it.
+    """The tiles of a call, and into how many parts its work is split; folding `vmap` into the batch keeps both.
 
     Attributes:
         config: Tile sizes.
-        fast_tanh: Whether the soft cap takes the GPU's own instruction, as exact as bfloat16 can tell.
-        decoding_parts: How many parts of the keys are attended to side by side; 0 if the call is not decoded.
-        head_parts: In how many parts the query heads of a key head give it their gradients.
+        fast_tanh: Whether the soft cap takes the GPU's own instruction, whose error bfloat16 does not show.
+        decoding_parts: How many parts the keys are split into; 0 if the call is not decoded.
+        head_parts: Into how many parts the query heads of a key head are split for its gradients.
     """
 
     config: Config
@@ -202,17 +199,17 @@ class Plan:
         return Plan(config, fast, parts, next(enough, call.groups))
 
     def of_part(self, call: Call) -> "Plan":
-        """The plan of a device's part: it has fewer rows, and perhaps fewer queries of a key head."""
+        """The plan of a device's part of the call, which has fewer rows, and perhaps fewer queries of a key head."""
         return Plan.of(call)
 
 
 def padded_dims(call: Call) -> int:
-    """What tables of configurations are looked up by: the dims of a key and a value together."""
+    """The padded dims of a key and a value together, by which the tables of tiles are ordered."""
     return padded(call.key_dim) + padded(call.value_dim)
 
 
 def decodes(call: Call) -> bool:
-    """Whether there are so few queries that programs share out the keys instead."""
+    """Whether a call has so few queries that its keys are split among programs instead."""
     return call.sequences is None and call.queries * call.groups <= FEW_ROWS
 
 
@@ -227,5 +224,5 @@ def _walk(call: Call) -> str:
 
 
 def operand_dtype(call: Call) -> np.dtype:
-    """What the products' operands are brought to."""
+    """The dtype that the products' operands are cast to."""
     return common_dtype(call.query_dtype, call.key_dtype, call.value_dtype)

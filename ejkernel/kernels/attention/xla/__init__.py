@@ -1,6 +1,6 @@
 """Softmax attention in blocks: memory linear in the number of tokens, and no work for keys out of sight.
 
-Gradients recompute the weights from what is kept of each row of scores: its largest, `top`, and the sum of
+Gradients recompute the weights from two numbers of each row of scores: the maximum, `top`, and the sum of
 `exp(score - top)`, `total`, both 0 where there is nothing to sum. Derivatives take `top` for a constant.
 """
 
@@ -26,7 +26,7 @@ def supports(call: Call) -> str | None:
 
 
 def run(call: Call, *arrays: Array | None) -> Any:
-    """The output `[B, S, H, Dv]`, with `return_lse` and the log of the softmax's denominator `[B, S, H]`."""
+    """The output `[B, S, H, Dv]`; with `return_lse` also the log-sum-exp `[B, S, H]`."""
     inputs = Inputs(*arrays)  # type: ignore[arg-type]
     if 0 in (call.batch, call.queries, call.keys):
         output, lse = _empty(call, inputs.sinks)
@@ -48,8 +48,8 @@ def _forward(call: Call, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _with_residuals(call: Call, inputs: Inputs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Output and log-sum-exp, and what the latter is made of."""
-    if few_queries.pays(call):
+    """Output and log-sum-exp, and the maximum and the total that the log-sum-exp is made of."""
+    if few_queries.applies(call):
         few, many = (functools.partial(blocks.forward, call, inputs, few=each) for each in (True, False))
         output, top, total = lax.platform_dependent(cpu=few, default=many)
     else:
@@ -64,15 +64,9 @@ def _backward(call: Call, inputs: Inputs, residuals: Any, cotangents: Any, wante
     return blocks.backward(call, inputs, output, top, total, d_output, d_total)
 
 
-def _reference(call: Call, inputs: Inputs) -> tuple[Array, Array]:
-    """The same in loops of fixed length, which JAX can differentiate any number of times."""
-    output, top, total = blocks.forward(call, inputs, every_block=True)
-    return output, _log_sum_exp(top, total)
-
-
-def _tangent(call: Call, inputs: Inputs) -> tuple[Array, Array]:
-    """The same in blocks of one sequence each, which JAX can differentiate forwards."""
-    output, top, total = blocks.forward(call, inputs, apart=True)
+def _differentiable_forward(call: Call, inputs: Inputs, **how: bool) -> tuple[Array, Array]:
+    """`_forward` as code that JAX can differentiate, see `blocks.forward`."""
+    output, top, total = blocks.forward(call, inputs, **how)
     return output, _log_sum_exp(top, total)
 
 
@@ -80,4 +74,11 @@ def _log_sum_exp(top: Array, total: Array) -> Array:
     return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
 
 
-OP = Op(_forward, _reference, _with_residuals, _backward, tangent=by_jvp(_tangent), keeps=itemgetter(0))
+OP = Op(
+    _forward,
+    functools.partial(_differentiable_forward, every_block=True),
+    _with_residuals,
+    _backward,
+    by_jvp(functools.partial(_differentiable_forward, apart=True)),
+    keeps=itemgetter(0),
+)

@@ -1,4 +1,4 @@
-"""Which keys each query may see, and queries laid out in blocks that never mix two packed sequences."""
+"""The interval of keys that position lets each query see, and queries in blocks of one packed sequence each."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _FAR = 2**30
 
 
 def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) -> tuple[Array, Array]:
-    """First and one past the last key that position allows each query, `[1 or B, S]`; equal where there is none.
+    """The first and one past the last key that position allows each query, `[1 or B, S]`; both 0 where there is none.
 
     Causality, windows, packing, padding and `query_offset` all come down to this one interval a query.
     """
@@ -38,15 +38,15 @@ def seen_keys(call: Call, cu: Array | None, cu_kv: Array | None, offset: Array) 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens in `count` blocks of `size`; `source` and `place` say where from and to if sequences are packed."""
+    """Tokens in `count` blocks of `size`; for packed sequences, `source` and `place` map blocks to tokens and back."""
 
     size: int
     count: int
-    source: Array | None  # [count, size]: the token that stands there, past the end if none does
-    place: Array | None  # [S]: where a token stands in all blocks one after another, past the end if nowhere
+    source: Array | None  # [count, size]: the token at each place of a block, past the end for none
+    place: Array | None  # [S]: each token's place in the blocks, one after another; past the end for none
 
     def split(self, x: Array, axis: int) -> Array:
-        """`[…, S, …]` to `[count, …, size, …]`, 0 where no token stands."""
+        """`[…, S, …]` to `[count, …, size, …]`, 0 at places without a token."""
         if self.source is None:
             padding = [(0, 0)] * x.ndim
             padding[axis] = (0, self.count * self.size - x.shape[axis])
@@ -56,7 +56,7 @@ class Layout:
         return jnp.moveaxis(x.reshape(*x.shape[:axis], self.count, self.size, *x.shape[axis + 1 :]), axis, 0)
 
     def join(self, x: Array, axis: int, tokens: int) -> Array:
-        """The inverse of `split`; tokens that stand in no block get 0."""
+        """The inverse of `split`; tokens in no block get 0."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], self.count * self.size, *x.shape[axis + 2 :])
         if self.place is None:
@@ -80,11 +80,11 @@ def layout(call: Call, size: int, cu: Array | None) -> Layout:
 
 
 def _sequences(borders: Array, count: int) -> tuple[Array, Array]:
-    """Which of the sequences between `borders` holds each of `count` positions, and whether one does rather than none.
+    """Which of the sequences between `borders` holds each of `count` positions, and whether any does.
 
-    By counting the ends up to there: a table of positions and sequences would grow with both.
+    It counts the sequences' ends up to each position: a table of positions and sequences would grow with both.
     """
     ends = jnp.zeros(count, borders.dtype).at[borders[1:]].add(1, mode="drop")
-    found = jnp.cumsum(ends, dtype=borders.dtype)
+    sequence = jnp.cumsum(ends, dtype=borders.dtype)
     last = borders.shape[0] - 2
-    return jnp.minimum(found, last), found <= last
+    return jnp.minimum(sequence, last), sequence <= last

@@ -1,4 +1,4 @@
-"""A call of blockwise attention taken apart: blocks of queries, and for each the blocks of keys in its sight."""
+"""A call of blockwise attention as blocks of queries, and for each of them the blocks of keys in its sight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ejkernel.xla_utils.utils import cdiv
 Carry = TypeVar("Carry")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A call with heads before tokens and split by group, and its queries in blocks."""
 
@@ -33,19 +33,13 @@ class Problem:
     bias: Array | None
     sinks: Array | None  # [1, 1|Hkv, 1|G, 1, sinks]
     dropout_key: Array | None
-    alive: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1]: queries that the mask leaves a key
-    seen: Array | None  # [1|B, 1|Hkv, 1|L, 1]: keys that the mask leaves a query
-    start: Array  # [1|B, S]: the first key that position allows each query
-    stop: Array  # [1|B, S]: one past the last; the same where there is none
+    live_queries: Array | None  # [1|B, 1|Hkv, 1|G, 1|S, 1]: those that the mask leaves a key
+    live_keys: Array | None  # [1|B, 1|Hkv, 1|L, 1]: those that the mask leaves a query
+    in_reach: Array  # [1|B, 1, 1, S]: queries that position leaves a key
     segments: Segments | None  # of the keys
     layout: Layout
     key_size: int
     rows: "Rows"  # of every block, stacked
-
-    @property
-    def real(self) -> Array:
-        """Queries that position leaves a key, `[1|B, 1, 1, S]`."""
-        return (self.start < self.stop)[:, None, None]
 
 
 class Rows(NamedTuple):
@@ -57,7 +51,7 @@ class Rows(NamedTuple):
     ids: Array | None  # [B, Bq]
 
     @property
-    def real(self) -> Array:
+    def in_reach(self) -> Array:
         """Queries that position leaves a key, `[1|B, 1, 1, Bq, 1]`."""
         return (self.start < self.stop)[:, None, None, :, None]
 
@@ -65,9 +59,9 @@ class Rows(NamedTuple):
 class Columns(NamedTuple):
     """A block of keys, and which pairs of it and a block of queries may attend."""
 
-    at: Array  # where it begins
+    start: Array  # the block's first key
     position: Array  # [Bk]
-    new: Array  # [1, 1, Bk, 1]: keys in sight of some query of the block, and not visited before
+    new: Array  # [1|B, 1, Bk, 1]: keys in sight of some query of the row's block, and not visited before
     key: Array  # [B, Hkv, Bk, D], 0 where not new; for few queries all the bits [B, Bk, Hkv, D]
     value: Array  # [B, Hkv, Bk, Dv], 0 where not new; for few queries all the bits [B, Bk, Hkv, Dv]
     allowed: Array  # broadcasts to [B, Hkv, G, Bq, Bk]
@@ -75,48 +69,47 @@ class Columns(NamedTuple):
 
 
 def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) -> Problem:
-    """`inputs` taken apart; for few queries, keys and values stay as they lie.
+    """The `Problem` of a call; for few queries, keys and values stay in the layout that they come in.
 
-    Packed sequences share blocks of queries, unless they are to be `apart` or queries are few: time does not depend on
-    how many there are then, but whoever sums products over tokens must keep NaN of one from others (`finite`).
+    Packed sequences share blocks of queries unless they are to be `apart` or queries are few: the number of blocks then
+    does not depend on the number of sequences. Sums of products over tokens need `finite` there, lest a NaN of one
+    sequence reach another.
     """
     packed, ids = inputs.cu_seqlens is not None, inputs.segment_ids
     mixed = not few and (ids is not None or (packed and not apart))
     query = heads_first(call, inputs.query)
     key, value = (x if few else x.swapaxes(1, 2) for x in (inputs.key, inputs.value))
     mask = None if inputs.mask is None else by_group(call, inputs.mask, 1)
-    alive = seen = None
+    live_queries = live_keys = None
     if mask is not None:
         # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
-        alive, seen = live(mask)
-        query = jnp.where(alive, query, 0)
+        live_queries, live_keys = live(mask)
+        query = jnp.where(live_queries, query, 0)
         if not few:
-            key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+            key, value = jnp.where(live_keys, key, 0), jnp.where(live_keys, value, 0)
     query_size, key_size = block_sizes(call, mixed)
     blocks = layout(call, query_size, None if mixed else inputs.cu_seqlens)
     offset = jnp.zeros(1, jnp.int32) if inputs.query_offset is None else inputs.query_offset
     start, stop = seen_keys(call, inputs.cu_seqlens, inputs.cu_seqlens_kv, offset)
-    token = jnp.arange(call.queries, dtype=jnp.int32)
     return Problem(
-        call,
-        query,
-        key,
-        value,
-        few,
-        mixed,
-        mask,
-        None if inputs.bias is None else by_group(call, inputs.bias, 1),
-        None if inputs.sinks is None else by_group(call, inputs.sinks, 0)[None, :, :, None].astype(call.wide),
-        inputs.dropout_key,
-        alive,
-        seen,
-        start,
-        stop,
-        None if inputs.segment_ids_kv is None else segments(inputs.segment_ids_kv, key_size),
-        blocks,
-        key_size,
-        Rows(
-            blocks.split(token, 0),
+        call=call,
+        query=query,
+        key=key,
+        value=value,
+        few=few,
+        mixed=mixed,
+        mask=mask,
+        bias=None if inputs.bias is None else by_group(call, inputs.bias, 1),
+        sinks=None if inputs.sinks is None else by_group(call, inputs.sinks, 0)[None, :, :, None].astype(call.wide),
+        dropout_key=inputs.dropout_key,
+        live_queries=live_queries,
+        live_keys=live_keys,
+        in_reach=(start < stop)[:, None, None],
+        segments=None if inputs.segment_ids_kv is None else segments(inputs.segment_ids_kv, key_size),
+        layout=blocks,
+        key_size=key_size,
+        rows=Rows(
+            blocks.split(jnp.arange(call.queries, dtype=jnp.int32), 0),
             blocks.split(start, 1),
             blocks.split(stop, 1),
             None if ids is None else blocks.split(ids, 1),
@@ -125,7 +118,7 @@ def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) 
 
 
 def finite(p: Problem, x: Array) -> Array:
-    """`x` to be multiplied and summed over tokens, of several sequences: 0 times NaN, or infinity, is not 0."""
+    """`x` for a product that sums over tokens: 0 for NaN and infinity where the tokens are of several sequences."""
     return jnp.where(jnp.isfinite(x), x, 0) if p.mixed else x
 
 
@@ -148,36 +141,37 @@ def block_sizes(call: Call, mixed: bool) -> tuple[int, int]:
 def over_keys(
     p: Problem, rows: Rows, visit: Callable[[Columns, Carry], Carry], carry: Carry, every_block: bool = False
 ) -> Carry:
-    """Calls `visit` for each block of keys in sight of `rows`, or for as many as there can be."""
-    keys, real = p.call.keys, rows.start < rows.stop
-    first, last = jnp.where(real, rows.start, keys).min(-1), rows.stop.max(-1)  # [1|B]
+    """`carry` after `visit` of each block of keys in sight of `rows`; `every_block` visits those out of sight too."""
+    keys, in_reach = p.call.keys, rows.start < rows.stop
+    first, last = jnp.where(in_reach, rows.start, keys).min(-1), rows.stop.max(-1)  # [1|B]
     if p.segments is not None and rows.ids is not None:
-        own_first, own_last = p.segments.around(rows.ids, real)
+        segment_first, segment_last = p.segments.around(rows.ids, in_reach)
         # from a multiple of the block size on: what a sequence gets does not depend on where others begin
-        first = jnp.maximum(first // p.key_size * p.key_size, own_first)
-        last = jnp.minimum(last, own_last)
+        first = jnp.maximum(first // p.key_size * p.key_size, segment_first)
+        last = jnp.minimum(last, segment_last)
+    row_first, row_last = first[:, None], last[:, None]
     first, last = jnp.where(first < last, first, keys).min(), jnp.where(first < last, last, 0).max()
     mask, bias = (_row_block(each, rows.token) for each in (p.mask, p.bias))
 
     def columns(begin: Array, size: int) -> Columns:
-        at = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
-        position = at + jnp.arange(size, dtype=at.dtype)
-        new = ((position >= begin) & (position < last))[None, None, :, None]
+        start = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
+        position = start + jnp.arange(size, dtype=start.dtype)
+        # by row: what lies past one row's last key may be NaN where another row still has keys
+        new = ((position >= jnp.maximum(begin, row_first)) & (position < row_last))[:, None, :, None]
         if p.few:
-            parts = (few_queries.bits(p.key), few_queries.bits(p.value))
-            key, value = (lax.dynamic_slice_in_dim(each, at, size, 1) for each in parts)
+            bits = (few_queries.bits(p.key), few_queries.bits(p.value))
+            key, value = (lax.dynamic_slice_in_dim(each, start, size, 1) for each in bits)
         else:
-            parts = (p.key, p.value)
-            key, value = (jnp.where(new, lax.dynamic_slice_in_dim(each, at, size, 2), 0) for each in parts)
-        here = position[None, None]
-        in_sight = (here >= rows.start[..., None]) & (here < rows.stop[..., None]) & new[:, :, :, 0]
+            key, value = (jnp.where(new, lax.dynamic_slice_in_dim(x, start, size, 2), 0) for x in (p.key, p.value))
+        column = position[None, None]
+        in_sight = (column >= rows.start[..., None]) & (column < rows.stop[..., None]) & new[:, :, :, 0]
         if p.segments is not None and rows.ids is not None:
-            in_sight &= p.segments.shared(rows.ids, at, size)
+            in_sight &= p.segments.shared(rows.ids, start, size)
         allowed = in_sight[:, None, None]
         if mask is not None:
-            allowed &= _column_block(mask, at, size)
-        added = None if bias is None else _column_block(bias, at, size)
-        return Columns(at, position, new, key, value, allowed, added)
+            allowed &= _column_block(mask, start, size)
+        bias_block = None if bias is None else _column_block(bias, start, size)
+        return Columns(start, position, new, key, value, allowed, bias_block)
 
     if p.few:
         sizes = few_queries.lengths(p.call)
@@ -196,5 +190,5 @@ def _row_block(x: Array | None, token: Array) -> Array | None:
     return x if x is None or x.shape[3] == 1 else jnp.take(x, token, 3, mode="clip")
 
 
-def _column_block(x: Array, at: Array, size: int) -> Array:
-    return x if x.shape[4] == 1 else lax.dynamic_slice_in_dim(x, at, size, 4)
+def _column_block(x: Array, start: Array, size: int) -> Array:
+    return x if x.shape[4] == 1 else lax.dynamic_slice_in_dim(x, start, size, 4)

@@ -10,11 +10,12 @@ from jax import Array
 from ejkernel.kernels import _differentiable, _varying
 from ejkernel.kernels._op import Op
 from ejkernel.kernels.attention.call import Call
-from ejkernel.kernels.attention.dropout import kept
-from ejkernel.kernels.attention.inputs import alike, heads_first, heads_last
+from ejkernel.kernels.attention.dropout import keep_mask
+from ejkernel.kernels.attention.inputs import heads_first, heads_last
 from ejkernel.kernels.attention.masks import allowed_pairs, by_group, live, live_by_position
 from ejkernel.kernels.attention.xla import few_queries
-from ejkernel.kernels.attention.xla.rounding import for_softmax, rounded
+from ejkernel.kernels.attention.xla.products import grouped_product, narrow, narrow_gradient
+from ejkernel.kernels.attention.xla.softmax import for_softmax, rounded
 
 
 def run(call: Call, *arrays: Array | None) -> tuple[Array, Array]:
@@ -32,79 +33,65 @@ def _attend(
     sinks: Array | None,
     dropout_key: Array | None,
 ) -> tuple[Array, Array]:
-    """What `run` gives."""
+    """The results of `run`, from the arrays by name."""
     query = heads_first(call, query)  # [B, Hkv, G, S, D]
     allowed = allowed_pairs(call, mask)
     positions = live_by_position(call) if mask is None or allowed is None else live(allowed)
-    if positions is not None:
-        # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
-        alive, seen = positions
-        query = jnp.where(alive, query, 0)
-    else:
-        seen = None
-
-    weights = _weights(call, _scores(call, query, key, seen), allowed, bias, sinks)  # [B, Hkv, G, S, L]
+    live_queries, live_keys = (None, None) if positions is None else positions
+    # what cannot attend or be attended to must not matter even if it is NaN, and 0 · NaN would let it
+    query = query if live_queries is None else jnp.where(live_queries, query, 0)
+    weights = _weights(call, _scores(call, query, key, live_keys), allowed, bias, sinks)  # [B, Hkv, G, S, L]
     if call.dropout:
         assert dropout_key is not None
-        stays = kept(call, dropout_key, jnp.arange(call.queries), jnp.arange(call.keys))
-        weights = jnp.where(stays, weights / (1 - call.dropout), 0)
+        mask = keep_mask(call, dropout_key, jnp.arange(call.queries), jnp.arange(call.keys))
+        weights = jnp.where(mask, weights / (1 - call.dropout), 0)
 
-    output = _weighted(call, weights, value, seen)  # [B, Hkv, G, S, Dv]
-    if positions is not None:
-        output = jnp.where(alive, output, 0)
+    output = _weighted(call, weights, value, live_keys)  # [B, Hkv, G, S, Dv]
+    output = output if live_queries is None else jnp.where(live_queries, output, 0)
     output = heads_last(call, output)
     weights = weights.reshape(call.batch, call.heads, call.queries, call.keys)
     return output.astype(call.dtype), weights.astype(call.dtype)
 
 
-def _scores(call: Call, query: Array, key: Array, seen: Array | None) -> Array:
+def _scores(call: Call, query: Array, key: Array, live: Array | None) -> Array:
     """Products of queries `[B, Hkv, G, S, D]` and keys `[B, L, Hkv, D]`, `[B, Hkv, G, S, L]`."""
 
-    def plain(query: Array, key: Array, seen: Array | None) -> Array:
-        key = key.swapaxes(1, 2)  # [B, Hkv, L, D]
-        return _matmul(call, "bnsd,bnld->bnsl", query, key if seen is None else jnp.where(seen, key, 0))
+    def plain(query: Array, key: Array, live: Array | None) -> Array:
+        return grouped_product(call, "bnsd,bnld->bnsl", query, _live_heads_first(key, live))
 
-    if few_queries.pays(call):
-        return few_queries.on_cpu(functools.partial(few_queries.scores, call), plain)(query, key, seen)
-    return plain(query, key, seen)
+    if few_queries.applies(call):
+        return few_queries.on_cpu(functools.partial(few_queries.scores, call), plain)(query, key, live)
+    return plain(query, key, live)
 
 
-def _weighted(call: Call, weights: Array, value: Array, seen: Array | None) -> Array:
+def _weighted(call: Call, weights: Array, value: Array, live: Array | None) -> Array:
     """The sum of values `[B, L, Hkv, Dv]` by weights `[B, Hkv, G, S, L]`, `[B, Hkv, G, S, Dv]`."""
 
-    def plain(weights: Array, value: Array, seen: Array | None) -> Array:
-        value = value.swapaxes(1, 2)  # [B, Hkv, L, Dv]
-        return _sum(call, weights, value if seen is None else jnp.where(seen, value, 0))
+    def plain(weights: Array, value: Array, live: Array | None) -> Array:
+        return _times_values(call, weights, _live_heads_first(value, live))
 
-    if few_queries.pays(call):
-        return few_queries.on_cpu(functools.partial(few_queries.weighted, call), plain)(weights, value, seen)
-    return plain(weights, value, seen)
+    if few_queries.applies(call):
+        return few_queries.on_cpu(functools.partial(few_queries.weighted, call), plain)(weights, value, live)
+    return plain(weights, value, live)
+
+
+def _live_heads_first(x: Array, live: Array | None) -> Array:
+    """Keys or values `[B, L, Hkv, ·]` as `[B, Hkv, L, ·]`, 0 for those that no query may attend to."""
+    x = x.swapaxes(1, 2)
+    return x if live is None else jnp.where(live, x, 0)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sum(call: Call, weights: Array, value: Array) -> Array:
-    """Half-precision values keep their half-precision matmul, summed in float32."""
-    return _matmul(call, "bnsl,bnld->bnsd", _narrow(weights, value), value)
+def _times_values(call: Call, weights: Array, value: Array) -> Array:
+    return grouped_product(call, "bnsl,bnld->bnsd", narrow(weights, value), value)
 
 
-@_sum.defjvp
+@_times_values.defjvp
 def _(call: Call, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (weights, value), (d_weights, d_value) = primals, tangents
-    # with a scaled loss, float16 has no numbers for the weights' gradient where it has some for all that comes of it
-    d_weights = d_weights if value.dtype == jnp.float16 else _narrow(d_weights, value)
-    moved = _matmul(call, "bnsl,bnld->bnsd", d_weights, value)
-    return _sum(call, weights, value), moved + _matmul(call, "bnsl,bnld->bnsd", _narrow(weights, value), d_value)
-
-
-def _narrow(weights: Array, value: Array) -> Array:
-    return weights.astype(value.dtype) if value.dtype.itemsize == 2 else weights
-
-
-def _matmul(call: Call, product: str, rows: Array, columns: Array) -> Array:
-    """A group's queries in one matmul: nothing of size S×L is ever transposed."""
-    pair = alike(rows.reshape(*rows.shape[:2], call.groups * call.queries, rows.shape[-1]), columns)
-    found = jnp.einsum(product, *pair, preferred_element_type=call.wide, precision=call.precision)
-    return found.reshape(*rows.shape[:-1], found.shape[-1])
+    moved = grouped_product(call, "bnsl,bnld->bnsd", narrow_gradient(d_weights, value), value)
+    by_value = grouped_product(call, "bnsl,bnld->bnsd", narrow(weights, value), d_value)
+    return _times_values(call, weights, value), moved + by_value
 
 
 def _weights(call: Call, scores: Array, allowed: Array | None, bias: Array | None, sinks: Array | None) -> Array:
@@ -160,14 +147,14 @@ def _with_residuals(call: Call, arrays: Any) -> tuple[tuple[Array, Array], list[
 
 
 def _backward(call: Call, arrays: Any, residuals: list[Array], cotangents: Any, wanted: Any) -> Any:
-    # only the function's arrays were kept; traced here again it costs nothing
+    # residuals are the function's arrays alone; its structure is traced again, which costs nothing when the call runs
     results, pull = jax.eval_shape(functools.partial(_with_pull, call), arrays)
     full = tuple(
         _varying.like(jnp.zeros(x.shape, x.dtype), arrays[0]) if each is None else each
         for each, x in zip(cotangents, results, strict=True)
     )
-    (found,) = jax.tree.unflatten(jax.tree.structure(pull), residuals)(full)
-    return tuple(found.get(i) for i in range(len(arrays)))
+    (gradients,) = jax.tree.unflatten(jax.tree.structure(pull), residuals)(full)
+    return tuple(gradients.get(i) for i in range(len(arrays)))
 
 
 OP = Op(_forward, _forward, _with_residuals, _backward)

@@ -1,7 +1,7 @@
 """Attention over pages on NVIDIA GPUs, as Triton kernels; XLA writes the new tokens into their pages.
 
-As on XLA, a query gets the same bits in every call: tiles of queries, blocks of keys and the ranges that are summed
-apart are cut at fixed positions of a sequence, and their sizes are a matter of heads and dims alone.
+As on XLA, a query's output is the same to the bit in every call: tiles of queries, blocks of keys and the ranges of
+keys that are summed apart begin at fixed positions of a sequence, and their sizes depend on heads and dims alone.
 """
 
 import importlib
@@ -14,32 +14,25 @@ from jax import Array
 from ejkernel.kernels import _launch, _varying
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels._shared_memory import LARGE, MEMORY
+from ejkernel.kernels.attention import constants
 from ejkernel.kernels.attention.paged import xla
-from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, places
+from ejkernel.kernels.attention.paged.call import Call, Inputs, Places, places, tiles
 
 DEVICE = "ejkernel.kernels.attention.paged.triton.device.pages"
 _LARGEST = {"D": 576, "Dv": 512}
 
-# Keys that are summed up apart, so that few queries of many keys fill a GPU.
+# Split keys: how many are summed by one program, so that few queries of many keys fill a GPU.
 RANGE = 1024
-# The most bytes of sums over ranges: with more queries there are programs enough without.
+# The most bytes of sums over ranges; calls with more queries fill a GPU without split keys.
 LARGEST_SUMS = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What kernels are compiled for; device code gets it as `CALL`."""
+class Constants(constants.Constants):
+    """Constants of kernels with pages; `key_block` is at most 512."""
 
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    key_block: int  # dims, padded
-    rest_block: int  # those past the first 512, or 0
-    value_block: int
+    rest_block: int  # the dims of a key past the first 512, padded, or 0
     page: int
-    rows: int  # of a tile: queries times heads of a group
-    columns: int  # keys of a block
     size: int  # queries of a tile
     group_block: int  # rows of a query
     row_blocks: int  # tiles that the heads of a group take
@@ -47,12 +40,6 @@ class Constants:
     parts: int  # programs that ranges are dealt out to: one each, or one for all
     latent: bool
     windowed: bool
-    sinks: int
-    sink_heads: int
-    sink_block: int
-    scale: float
-    cap: float
-    precision: str
 
 
 def supports(call: Call) -> str | None:
@@ -69,9 +56,9 @@ def supports(call: Call) -> str | None:
 
 
 def tile_of(call: Call) -> Tile:
-    """The tile, a matter of dims, dtypes and device alone.
+    """The tile of a call, which depends on dims, dtypes and device alone.
 
-    64 rows are what a warpgroup multiplies; most are idle in decoding.
+    A warpgroup multiplies 64 rows; in decoding most of them are idle.
     """
     largest = padded(max(min(call.key_dim, 512), call.value_dim))
     bytes_each = 2 if _half(call) else 4
@@ -95,7 +82,7 @@ def _half(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: tiles, keys of a range, and the most bytes of sums over ranges."""
+    """Sizes that a call runs with: its tile, keys of a range, and the most bytes of sums over ranges."""
 
     tile: Tile
     keys: int = RANGE
@@ -121,14 +108,10 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
         count = min(count, (call.left + size) // keys + 2)
     sums = count * call.tokens * call.heads * (call.value_dim + 3) * 4
     half = _half(call)
-    constants = Constants(
-        heads=call.heads,
-        kv_heads=call.kv_heads,
-        key_dim=call.key_dim,
-        value_dim=call.value_dim,
-        key_block=min(padded(call.key_dim), 512),
+    common = constants.common(call, inputs.sinks, full_precision=not half)
+    known = Constants(
+        **common | {"key_block": min(common["key_block"], 512)},
         rest_block=padded(call.key_dim - 512) if call.key_dim > 512 else 0,
-        value_block=padded(call.value_dim),
         page=call.page,
         rows=tile.rows,
         columns=tile.columns,
@@ -139,19 +122,13 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
         parts=count if 1 < count and sums <= plan.largest_sums else 1,
         latent=call.latent,
         windowed=call.left is not None,
-        sinks=call.sinks or 0,
-        sink_heads=1 if inputs.sinks is None else inputs.sinks.shape[0],
-        sink_block=padded(call.sinks or 1, 1),
-        scale=float(call.scale),
-        cap=float(call.soft_cap or 0.0),
-        precision="ieee" if half else "tf32x3",
     )
-    tiles = _tiles(call, where, size)
-    parts, rows = constants.parts, (call.tokens, call.heads)
+    numbered = _numbered_tiles(call, where, size)
+    parts, rows = known.parts, (call.tokens, call.heads)
     split = parts > 1
     output = shape(*rows, call.value_dim, dtype=call.dtype)
     query = inputs.query[0]
-    given = {
+    arrays = {
         "query": query if half else query.astype(jnp.float32),
         "key_pages": inputs.key_pages,
         "value_pages": inputs.value_pages,
@@ -160,12 +137,12 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
         "cu_seqlens": inputs.cu_seqlens,
         "first": where.first,
         "ends": where.ends,
-        **tiles,
+        **numbered,
     }
     sizes = {"M": call.places, "P": call.pages, "left": call.left or 0}
-    found = _launch.launch(
+    results = _launch.launch(
         device.attend,
-        {**given, **sizes},
+        {**arrays, **sizes},
         {
             "output": None if split else output,
             "top": shape(*rows, parts) if split else None,
@@ -173,36 +150,34 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
             "bad": shape(*rows, parts, dtype=jnp.int32) if split else None,
             "sum": shape(*rows, parts, call.value_dim) if split else None,
         },
-        constants=constants,
-        programs=len(tiles["tile_begin"]) * call.kv_heads * constants.row_blocks * parts,
+        constants=known,
+        programs=len(numbered["tile_begin"]) * call.kv_heads * known.row_blocks * parts,
         tile=tile,
     )
     if not split:
-        return found.output
-    sums_of_parts = {"part_top": found.top, "part_total": found.total, "part_bad": found.bad, "sum": found.sum}
+        return results.output
+    sums_of_parts = {"part_top": results.top, "part_total": results.total, "part_bad": results.bad, "sum": results.sum}
     ranges = {"real": (where.page < call.pages).astype(jnp.int32), "ranges": _ranges(call, where, size, keys)}
     joined = _launch.launch(
         device.join,
         {**sums_of_parts, **ranges, "sinks": inputs.sinks},
         {"output": output},
-        constants=constants,
+        constants=known,
         programs=call.tokens * call.heads,
         tile=Tile(1, warps=4 if call.value_dim > 128 else 1),
     )
     return joined.output
 
 
-def _tiles(call: Call, where: Places, size: int) -> dict[str, Array]:
-    """The sequence of each tile of queries, -1 for none, and the position at which it begins."""
-    first, last = where.first // size, (where.first + where.queries - 1) // size
-    count = jnp.where(where.queries > 0, last - first + 1, 0)
-    ends = jnp.cumsum(count)
+def _numbered_tiles(call: Call, where: Places, size: int) -> dict[str, Array]:
+    """The sequence of each tile of queries, -1 for none, and the position at which the tile begins."""
+    ends, shift = tiles(where, size)
     # a sequence may begin and end inside a tile
     most = call.tokens // size + 2 * min(call.sequences, call.tokens)
     number = jnp.arange(most, dtype=jnp.int32)
     sequence = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
     known = jnp.minimum(sequence, call.sequences - 1)
-    begin = (first[known] + number - (ends - count)[known]) * size
+    begin = (number + shift[known]) * size
     return {"tile_sequence": jnp.where(sequence < call.sequences, sequence, -1), "tile_begin": begin.astype(jnp.int32)}
 
 

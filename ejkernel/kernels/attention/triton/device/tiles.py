@@ -1,36 +1,37 @@
-"""Device code that every kernel of attention shares: which block is whose, who sees whom, and what a score becomes.
+"""Device code that all kernels of attention share: a program's block, the block's keys in sight, scores, and dropout.
 
 Names: `i_` index, `n_` count, `b_` block in registers, `p_` pointer, `o_` offset, `m_` mask; letters as in `Call`.
-Positions `i` and `j` of queries and keys count from 0 in their sequence; `at` is where a sequence begins in its row.
-Scores are kept in units of log 2, so that their exponential is one instruction.
+Positions `i` and `j` of queries and keys count from 0 in their sequence, which begins in its row at `q_at` and `k_at`.
+Scores are in units of log 2, so that their exponential is one instruction.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# What is further away is out of everyone's sight, and sums of nearer bounds and positions stay within int32.
+# No token is further away than this, and sums of positions and bounds up to it stay within int32.
 FAR = tl.constexpr(1 << 30)
 
-# Borders of packed sequences that are looked at together.
+# How many borders of packed sequences, or blocks of ids, are compared at once.
 WAYS = tl.constexpr(64)
 
-# How a mask or a bias is laid out: it is there, and these of its axes are not broadcast.
+# Flags of a mask's or a bias' layout: that there is one, and which of its axes are not broadcast.
 PRESENT = tl.constexpr(1)
 ROWS = tl.constexpr(2)
 QUERIES = tl.constexpr(4)
 KEYS = tl.constexpr(8)
-# Keys that a row of it has are padded to a multiple of these.
+# The keys of its rows are padded to a multiple of this.
 ALIGNED = tl.constexpr(16)
 
-# A walk goes over one edge of what is in sight, then over what all rows see, then over the other edge.
-ALL = tl.constexpr(1)
-LAST = tl.constexpr(2)
+# The stages of a walk over the keys in sight: blocks at the left edge (0), which need masks; inner blocks, which all
+# rows see whole; blocks at the right edge.
+INNER = tl.constexpr(1)
+RIGHT_EDGE = tl.constexpr(2)
 
 
 @triton.jit
 def last_begun(i_block, p_cu, o_n, N, BLOCK: tl.constexpr):
-    """The last of these packed sequences whose blocks do not all come later, or 0."""
+    """The last of the packed sequences `o_n` whose first block is not after `i_block`, or 0."""
     m_n = o_n <= N
     m_begun = m_n & (tl.load(p_cu + o_n, mask=m_n, other=0) // BLOCK + o_n <= i_block)
     return tl.max(tl.where(m_begun, o_n, 0), 0)
@@ -40,9 +41,8 @@ def last_begun(i_block, p_cu, o_n, N, BLOCK: tl.constexpr):
 def sequence_of(i_block, p_cu, N, apart, BLOCK: tl.constexpr):
     """The packed sequence that a block belongs to; N is the padding past the last.
 
-    Sequence `n` has the blocks from `cu[n] // BLOCK + n` on. That may be one more than it needs, and spares the sum
-    over those before it. WAYS sequences are looked at together: first those that are `apart`, so that it is all of
-    them, then the ones in between.
+    Sequence `n` has the blocks from `cu[n] // BLOCK + n` on. That may be one more than it needs, and spares a sum over
+    the sequences before it. WAYS sequences are compared at once: first every `apart`-th one, then those in between.
     """
     o_w = tl.arange(0, WAYS)
     i_low = last_begun(i_block, p_cu, o_w * apart, N, BLOCK)
@@ -54,7 +54,7 @@ def sequence_of(i_block, p_cu, N, apart, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_of(i_program, HEADS: tl.constexpr, BACKWARDS: tl.constexpr):
-    """Which block of tokens a program has, as one of HEADS; BACKWARDS, the last blocks start first."""
+    """The block of tokens of a program, where HEADS programs share each; BACKWARDS, the last blocks start first."""
     i_block = i_program // HEADS
     if BACKWARDS:
         i_block = tl.num_programs(0) // HEADS - 1 - i_block
@@ -63,13 +63,13 @@ def block_of(i_program, HEADS: tl.constexpr, BACKWARDS: tl.constexpr):
 
 @triton.jit
 def locate(i_block, p, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, CALL: tl.constexpr):
-    """Row, first position of the block, where its sequence begins and how long it is on both sides, and `bounds`."""
+    """A block's row and first position, where its sequence begins, how many queries and keys it has, and `bounds`."""
     if CALL.packed:
         i_n = sequence_of(i_block, p.cu_seqlens_kv if OF_KEYS else p.cu_seqlens, p.N, p.apart, BLOCK)
         i_next = tl.minimum(i_n + 1, p.N)
         q_at = tl.load(p.cu_seqlens + i_n)
         k_at = tl.load(p.cu_seqlens_kv + i_n)
-        # padding is a sequence that nobody sees and that sees nobody
+        # padding counts as a sequence with queries alone, or keys alone
         n_q = tl.where(i_n < p.N, tl.load(p.cu_seqlens + i_next), 0 if OF_KEYS else p.S) - q_at
         n_k = tl.where(i_n < p.N, tl.load(p.cu_seqlens_kv + i_next), p.L if OF_KEYS else 0) - k_at
         i_first = (i_block - (k_at if OF_KEYS else q_at) // BLOCK - i_n) * BLOCK
@@ -101,8 +101,11 @@ def bounds(p, i_n, CALL: tl.constexpr):
 
 @triton.jit
 def in_sight(i_first, i_last, n_others, lowest, highest, STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Of the others, the first and one past the last that some of `i_first … i_last` see; where to begin with them in
-    whole steps; and where those steps begin and end that all see."""
+    """Which of `n_others` tokens the tokens `i_first … i_last` see.
+
+    The first and one past the last that some of them see; that first rounded down to whole steps; and where the steps
+    begin and end that all of them see whole.
+    """
     low = n_others * 0
     high = n_others
     all_low = low
@@ -120,25 +123,30 @@ def in_sight(i_first, i_last, n_others, lowest, highest, STEP: tl.constexpr, LEF
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
 def load_ids(p_ids, i_row, o_r, m_r):
-    """Ids of these tokens of a row, -1 for padding and where there is no token."""
+    """Ids of the tokens `o_r` of a row, -1 for padding and where `m_r` says that there is no token."""
     return tl.maximum(tl.load(p_ids + i_row + o_r, mask=m_r, other=-1), -1)
 
 
 @triton.jit
 def next_id(b_ids, m_r, i_id):
-    """The next larger id among those of a block's tokens, and how many of them have it or a larger one."""
+    """The next larger id than `i_id` among a block's tokens, and how many tokens have that or a larger one."""
     m_left = m_r & (b_ids > i_id)
     return tl.min(tl.where(m_left, b_ids, (1 << 31) - 1), 0), tl.sum(m_left.to(tl.int32), 0)
 
 
 @triton.jit
-def with_id(sight, i_b, i_id, n_others, p, STEP: tl.constexpr):
-    """What is `in_sight`, as far as it can have this id: blocks of STEP tokens whose ids are not all smaller or larger.
+def narrowed_to_id(sight, i_b, i_id, n_others, p, STEP: tl.constexpr):
+    """`in_sight` narrowed to blocks of STEP tokens that may have the id `i_id`, judged by their least and largest ids.
 
-    Of those that all see, only such blocks are left as have this id and no other, if they are next to each other.
-    `p.least` and `p.largest` are the least and the largest id of every block but for padding, `p.whole` says whether
-    all of its tokens have that one id.
+    Steps that all see are narrowed to blocks in which every token has this id, if those blocks are adjacent; else none
+    is left. `p.least` and `p.largest` are the least and the largest id of each block but for padding; `p.whole` says
+    whether all of a block's tokens have one id.
     """
     low, high, start, all_start, all_stop = sight
     n_blocks = tl.cdiv(n_others, STEP)
@@ -170,19 +178,19 @@ def with_id(sight, i_b, i_id, n_others, p, STEP: tl.constexpr):
 
 
 @triton.constexpr_function
-def walked(stage, first_edge, joined):
-    """Whether a stage of the walk is there at all; joined ones are all in the last."""
-    return stage == LAST or (not joined and (stage == ALL or first_edge))
+def has_stage(stage, first_edge, joined):
+    """Whether the walk has this stage; a joined walk has only the last, which then visits all blocks."""
+    return stage == RIGHT_EDGE or (not joined and (stage == INNER or first_edge))
 
 
 @triton.jit
-def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, JOINED: tl.constexpr):
+def stage_span(STAGE: tl.constexpr, start, all_start, all_stop, high, JOINED: tl.constexpr):
     """From where to where a stage of the walk goes."""
     if JOINED:
         return start, high
-    elif STAGE == LAST:
+    elif STAGE == RIGHT_EDGE:
         return all_stop, high
-    elif STAGE == ALL:
+    elif STAGE == INNER:
         return all_start, all_stop
     else:
         return start, tl.minimum(all_start, high)
@@ -190,13 +198,13 @@ def stretch(STAGE: tl.constexpr, start, all_start, all_stop, high, JOINED: tl.co
 
 @triton.jit
 def at_edge(i_first, all_start, all_stop):
-    """Whether some row does not see all of the step that begins there."""
+    """Whether some row does not see the whole step that begins at `i_first`."""
     return (i_first < all_start) | (i_first >= all_stop)
 
 
 @triton.jit
-def sees(o_i, o_j, lowest, highest, CALL: tl.constexpr):
-    """Whether the query at `o_i` may see the key at `o_j`, as far as bounds on distance go."""
+def in_window(o_i, o_j, lowest, highest, CALL: tl.constexpr):
+    """Whether causality and the window let the query at `o_i` see the key at `o_j`."""
     m_pair = (o_i == o_i) & (o_j == o_j)
     if CALL.left:
         m_pair = m_pair & (o_j >= o_i + lowest)
@@ -206,12 +214,16 @@ def sees(o_i, o_j, lowest, highest, CALL: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows of a head as a tile, 0 where there are none."""
-    p_tile = p + i_token * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
-    if WHOLE and not PAD:
+def load_rows(p, i_token, o_r, m_r, o_c, HEADS: tl.constexpr, D: tl.constexpr, UNMASKED: tl.constexpr):
+    """A head's rows `i_token + o_r` as a tile, from an array of HEADS heads of D dims; 0 where `m_r` is false.
+
+    UNMASKED, `m_r` is true everywhere.
+    """
+    PAD: tl.constexpr = o_c.shape[0] != D
+    p_tile = p + i_token * (HEADS * D) + o_r[:, None] * (HEADS * D) + o_c[None, :]
+    if UNMASKED and not PAD:
         return tl.load(p_tile)
-    elif WHOLE:
+    elif UNMASKED:
         return tl.load(p_tile, mask=o_c[None, :] < D, other=0.0)
     elif PAD:
         return tl.load(p_tile, mask=m_r[:, None] & (o_c[None, :] < D), other=0.0)
@@ -220,8 +232,18 @@ def load_rows(p, i_token, o_r, m_r, o_c, STRIDE: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
+def tokens_in_sight(p_ids, i_row, o_j, low, high, i_id, UNMASKED: tl.constexpr, CALL: tl.constexpr):
+    """Which tokens at positions `o_j` are in sight of any row of a block, and have the id `i_id` if there are ids."""
+    m_j = (o_j >= low) & (o_j < high)
+    if CALL.ids and not UNMASKED:
+        # tokens of other ids are not even loaded: 0 times NaN is not 0
+        m_j = m_j & (load_ids(p_ids, i_row, o_j, m_j) == i_id)
+    return m_j
+
+
+@triton.jit
 def pair_rows(i_b, i_h, o_token, p, HEADS: tl.constexpr, LAYOUT: tl.constexpr, CALL: tl.constexpr):
-    """Where the rows of a mask or a bias begin that belong to these queries; one row if it is the same for all."""
+    """Where the queries' rows of a mask or a bias begin; one row if all queries share it."""
     o_row = i_b.to(tl.int64) * 0
     if HEADS > 1:
         o_row += i_h * HEADS // CALL.heads
@@ -237,7 +259,7 @@ def pair_rows(i_b, i_h, o_token, p, HEADS: tl.constexpr, LAYOUT: tl.constexpr, C
 
 @triton.jit
 def rows_of_pairs(i_b, i_h, o_token, p, CALL: tl.constexpr):
-    """Of these queries: where their rows of the mask and of the bias begin, and by what dropout counts them."""
+    """Where the queries' rows of the mask and of the bias begin, and the queries' numbers for dropout's hash."""
     o_mask = o_token
     o_bias = o_token
     o_draw = o_token
@@ -245,23 +267,29 @@ def rows_of_pairs(i_b, i_h, o_token, p, CALL: tl.constexpr):
         o_mask = pair_rows(i_b, i_h, o_token, p, CALL.mask_heads, CALL.mask, CALL)
     if CALL.bias:
         o_bias = pair_rows(i_b, i_h, o_token, p, CALL.bias_heads, CALL.bias, CALL)
-    if CALL.least:
-        i_head = (i_b * CALL.heads + i_h).to(tl.int64)
-        if CALL.placed:
-            i_head = tl.load(p.words + 2).to(tl.int64) + i_b * tl.load(p.words + 3).to(tl.int64) + i_h
-        o_draw = (i_head * p.S + o_token).to(tl.uint32)
+    if CALL.drop_below:
+        o_draw = draw_rows(i_b, i_h, o_token, p, CALL)
     return o_mask, o_bias, o_draw
 
 
 @triton.jit
+def draw_rows(i_b, i_h, o_token, p, CALL: tl.constexpr):
+    """The queries' numbers for dropout's hash, counted in the whole call where this one is a device's part of it."""
+    i_head = (i_b * CALL.heads + i_h).to(tl.int64)
+    if CALL.part_of_call:
+        i_head = tl.load(p.words + 2).to(tl.int64) + i_b * tl.load(p.words + 3).to(tl.int64) + i_h
+    return (i_head * p.S + o_token).to(tl.uint32)
+
+
+@triton.jit
 def padded(L):
-    """How many keys a row of a mask or a bias has in memory; that each begins aligned makes loads wide."""
+    """How many keys a row of a mask or a bias has in memory, so that each row begins aligned and loads are wide."""
     return tl.cdiv(L, ALIGNED) * ALIGNED
 
 
 @triton.jit
 def load_pairs(p_pairs, o_row, o_token, L, LAYOUT: tl.constexpr):
-    """A tile of a mask or a bias from the beginnings of its rows and the keys' tokens; 1 long where it is the same."""
+    """A tile of a mask or a bias, from the beginnings of its rows and the keys' tokens; broadcast axes have size 1."""
     if KEYS & LAYOUT:
         return tl.load(p_pairs + o_row + o_token, mask=o_token < padded(L), other=0)
     else:
@@ -270,7 +298,7 @@ def load_pairs(p_pairs, o_row, o_token, L, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_bias(p, o_row, o_token, CALL: tl.constexpr):
-    """A tile of the bias in units of log 2, but where only that would make it infinite."""
+    """A tile of the bias in units of log 2, except numbers that would become infinite by that."""
     b = load_pairs(p.bias, o_row, o_token, p.L, CALL.bias).to(tl.float32)
     return tl.where(tl.abs(b) < 2.0**126, b * LOG2E, b)
 
@@ -294,17 +322,17 @@ def tanh(b, FAST: tl.constexpr):
 
 
 @triton.jit
-def bend(b_s, CALL: tl.constexpr):
-    """What becomes of a product of query and key before a bias is added, and the slope of the soft cap.
+def capped(b_s, CALL: tl.constexpr):
+    """Scores before the bias, from products of queries and keys, and the slope of the soft cap.
 
-    `CALL.linear` leaves the scale to whoever takes the exponential.
+    With `CALL.scaled_late` the scale is left to the exponential.
     """
     b_slope = 1.0
     if CALL.cap > 0:
         b_bent = tanh(b_s * (CALL.scale / CALL.cap), CALL.fast_tanh)
         b_s = b_bent * (CALL.cap * LOG2E)
         b_slope = 1.0 - b_bent * b_bent
-    elif not CALL.linear:
+    elif not CALL.scaled_late:
         b_s = b_s * (CALL.scale * LOG2E)
     return b_s, b_slope
 
@@ -315,8 +343,8 @@ def rotated(b, BY: tl.constexpr):
 
 
 @triton.jit
-def kept(p, o_row, o_column, CALL: tl.constexpr):
-    """Which weights dropout keeps: `dropout.kept`, Threefry-2x32 in 13 rounds, bit for bit."""
+def keep_mask(p, o_row, o_column, CALL: tl.constexpr):
+    """Which weights dropout keeps: `dropout.keep_mask`, Threefry-2x32 in 13 rounds, bit for bit."""
     k_0 = tl.load(p.words)
     k_1 = tl.load(p.words + 1)
     k_2 = k_0 ^ k_1 ^ 0x1BD11BDA
@@ -326,8 +354,8 @@ def kept(p, o_row, o_column, CALL: tl.constexpr):
     x_0, x_1 = four_rounds(x_0, x_1, 13, 15, 26, 6)
     x_0, x_1 = four_rounds(x_0 + k_1, x_1 + k_2 + 1, 17, 29, 16, 24)
     x_0, x_1 = four_rounds(x_0 + k_2, x_1 + k_0 + 2, 13, 15, 26, 6)
-    # of the last round only the first word is asked for
-    return x_0 + k_0 + x_1 + k_1 + 3 >= CALL.least
+    # the last round's second word is not needed
+    return x_0 + k_0 + x_1 + k_1 + 3 >= CALL.drop_below
 
 
 @triton.jit
@@ -347,8 +375,8 @@ def four_rounds(x_0, x_1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: 
 def visit_queries(p, VISIT: tl.constexpr, CALL: tl.constexpr):
     """Calls `VISIT(p, i_h, place, m_i, sight, i_id, CALL)` for a program's block of queries of one head.
 
-    The longest walks begin first. Queries of several ids are visited one id after the other, so that none meets what is
-    not its own; `m_i` are those rows of the block that have the id `i_id`, or all.
+    The longest walks begin first. Queries of several ids are visited one id after the other, so that no product mixes
+    two sequences; `m_i` are the rows of the block that have the id `i_id`, or all rows.
     """
     H: tl.constexpr = CALL.heads
     BM: tl.constexpr = CALL.rows
@@ -367,7 +395,7 @@ def visit_queries(p, VISIT: tl.constexpr, CALL: tl.constexpr):
         b_ids = load_ids(p.segment_ids, i_b.to(tl.int64) * p.S + i_first, o_m, m_i)
         i_id, n_left = next_id(b_ids, m_i, -2)
         while n_left > 0:
-            own = with_id(sight, i_b, i_id, n_k, p, CALL.columns)
+            own = narrowed_to_id(sight, i_b, i_id, n_k, p, CALL.columns)
             VISIT(p, i_h, place, m_i & (b_ids == i_id), own, i_id, CALL)
             i_id, n_left = next_id(b_ids, m_i, i_id)
     else:

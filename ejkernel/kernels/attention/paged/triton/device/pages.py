@@ -1,7 +1,8 @@
-"""Device code of attention over pages: a tile of queries of one sequence walks its keys, page by page.
+"""Device code of attention over pages: a tile of queries of one sequence walks the sequence's keys, page by page.
 
-Sums are taken over ranges of a fixed number of keys each, counted from the sequence's start, and then joined one after
-the other: in the same program, or by `join` where each range has a program of its own. So both give the same bits.
+The online softmax runs over ranges of a fixed number of keys, counted from the sequence's start, whose sums are merged
+one after the other: in the same program, or by `join` where each range has a program of its own (split keys). So both
+give the same bits.
 """
 
 import triton
@@ -11,8 +12,15 @@ from ejkernel.kernels.attention.triton.device.tiles import LOG2E, tanh
 
 
 @triton.jit
+def initial_sums(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Running maximum, sum of weights, sum of values, and whether a key was bad, before the first key."""
+    b_top, b_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return b_top, b_total, tl.zeros([ROWS, DIMS], tl.float32), tl.zeros([ROWS], tl.int32)
+
+
+@triton.jit
 def merged(sums, b_top, b_total, b_sum, b_bad):
-    """Maximum, sum of weights, sum of values and whether any is bad, of what came before and of one more range."""
+    """`sums`, see `initial_sums`, with those of one more range of keys merged in."""
     a_top, a_total, a_sum, a_bad = sums
     b_new = tl.maximum(a_top, b_top)
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -24,7 +32,7 @@ def merged(sums, b_top, b_total, b_sum, b_bad):
 
 @triton.jit
 def finished(sums, p, o_h, CALL: tl.constexpr):
-    """The output of rows of heads `o_h`, once all keys are summed up: the sinks join in."""
+    """The output of rows that belong to the heads `o_h`, after the last keys: the sinks join in."""
     b_top, b_total, b_sum, b_bad = sums
     if CALL.sinks:
         o_s = tl.arange(0, CALL.sink_block)
@@ -43,25 +51,20 @@ def finished(sums, p, o_h, CALL: tl.constexpr):
 @triton.jit
 def load_page_rows(pages, o_row, m_row, i_kv, FIRST: tl.constexpr, DIMS: tl.constexpr, DIM: tl.constexpr,
                    HKV: tl.constexpr, dtype):  # fmt: skip
-    """Dims from `FIRST` on, `DIMS` of them, of rows `o_row` of all pages, of key head `i_kv`."""
+    """`DIMS` dims, from `FIRST` on, of the rows `o_row` of all pages in the key head `i_kv`."""
     o_d = FIRST + tl.arange(0, DIMS)
     p_tile = pages + (o_row[:, None] * HKV + i_kv) * DIM + o_d[None, :]
     return tl.load(p_tile, mask=m_row[:, None] & (o_d[None, :] < DIM), other=0.0).to(dtype)
 
 
 @triton.jit
-def absorbed(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL: tl.constexpr):
-    """The sums over keys `i_from … i_to` of sequence `n`, which has `end` tokens, for rows at positions `o_at`."""
-    BM: tl.constexpr = CALL.rows
+def range_sums(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL: tl.constexpr):
+    """The sums over the keys from `i_from` to `i_to` of sequence `n`, which has `end` tokens, for rows at `o_at`."""
     BN: tl.constexpr = CALL.columns
-    BDV: tl.constexpr = CALL.value_block
     PAGE: tl.constexpr = CALL.page
     HKV: tl.constexpr = CALL.kv_heads
     o_n = tl.arange(0, BN)
-    b_top = tl.full([BM], float("-inf"), tl.float32)
-    b_total = tl.zeros([BM], tl.float32)
-    b_sum = tl.zeros([BM, BDV], tl.float32)
-    b_bad = tl.zeros([BM], tl.int32)
+    b_top, b_total, b_sum, b_bad = initial_sums(CALL.rows, CALL.value_block)
     for i_k in range(i_from, i_to, BN):
         o_j = i_k + o_n
         i_place = o_j // PAGE
@@ -116,8 +119,6 @@ def attend(p, CALL: tl.constexpr):
     HKV: tl.constexpr = CALL.kv_heads
     G: tl.constexpr = CALL.heads // HKV
     RANGE: tl.constexpr = CALL.range
-    BM: tl.constexpr = CALL.rows
-    BDV: tl.constexpr = CALL.value_block
     i_program = tl.program_id(0)
     i_part = i_program % CALL.parts
     i_rows = i_program // CALL.parts % CALL.row_blocks
@@ -129,7 +130,7 @@ def attend(p, CALL: tl.constexpr):
     begin = tl.load(p.tile_begin + i_tile)
     first = tl.load(p.first + n)
     end = tl.load(p.ends + n)
-    # whatever is past the table has no page, and its queries get NaN anyway
+    # keys past the table have no page, and queries that see them get NaN anyway
     high = tl.minimum(begin + CALL.size, p.M * CALL.page)
     low = high * 0
     if CALL.windowed:
@@ -155,18 +156,12 @@ def attend(p, CALL: tl.constexpr):
         o_rest = CALL.key_block + tl.arange(0, CALL.rest_block)
         m_q = m_row[:, None] & (o_rest[None, :] < CALL.key_dim)
         b_q_rest = tl.load(p.query + o_out[:, None] * CALL.key_dim + o_rest[None, :], mask=m_q, other=0.0)
-    sums = (
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.zeros([BM, BDV], tl.float32),
-        tl.zeros([BM], tl.int32),
-    )
+    sums = initial_sums(CALL.rows, CALL.value_block)
     for i_range in range(i_first, i_last):
         # blocks begin at multiples of their size, whatever the window
         i_from = tl.maximum(i_range * RANGE, low // CALL.columns * CALL.columns)
         i_to = tl.minimum(i_range * RANGE + RANGE, high)
-        found = absorbed(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL)
-        sums = merged(sums, *found)
+        sums = merged(sums, *range_sums(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL))
     o_dv = tl.arange(0, CALL.value_block)
     m_out = m_row[:, None] & (o_dv[None, :] < CALL.value_dim)
     if CALL.parts > 1:
@@ -184,7 +179,6 @@ def attend(p, CALL: tl.constexpr):
 @triton.jit
 def join(p, CALL: tl.constexpr):
     """The output of one query of one head, from the sums over ranges of its keys."""
-    BDV: tl.constexpr = CALL.value_block
     i_row = tl.program_id(0).to(tl.int64)
     i_token = i_row // CALL.heads
     i_h = (i_row % CALL.heads).to(tl.int32)
@@ -193,16 +187,11 @@ def join(p, CALL: tl.constexpr):
     o_one = tl.arange(0, 1)
     o_dv = tl.arange(0, CALL.value_block)
     m_dv = (o_dv < CALL.value_dim)[None, :]
-    sums = (
-        tl.full([1], float("-inf"), tl.float32),
-        tl.zeros([1], tl.float32),
-        tl.zeros([1, BDV], tl.float32),
-        tl.zeros([1], tl.int32),
-    )
+    sums = initial_sums(1, CALL.value_block)
     for i_part in range(0, tl.load(p.ranges + i_token)):
         o_part = i_row * CALL.parts + i_part + o_one
         b_sum = tl.load(p.sum + o_part[:, None] * CALL.value_dim + o_dv[None, :], mask=m_dv, other=0.0)
-        found = tl.load(p.part_top + o_part), tl.load(p.part_total + o_part), b_sum, tl.load(p.part_bad + o_part)
-        sums = merged(sums, *found)
+        part = tl.load(p.part_top + o_part), tl.load(p.part_total + o_part), b_sum, tl.load(p.part_bad + o_part)
+        sums = merged(sums, *part)
     b_out = finished(sums, p, i_h + o_one, CALL)
     tl.store(p.output + i_row * CALL.value_dim + o_dv[None, :], b_out.to(p.output.dtype.element_ty), mask=m_dv)
