@@ -50,7 +50,10 @@ class Later:
         return getattr(self._load(), name)
 
     def _load(self) -> Any:
-        return getattr(importlib.import_module(f"ejkernel.kernels.{self.module}"), self.name)
+        return getattr(_imported(f"ejkernel.kernels.{self.module}"), self.name)
+
+
+_imported = functools.cache(importlib.import_module)
 
 
 @dataclass(frozen=True)
@@ -165,15 +168,15 @@ def _warn_if_slower(
     implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool = False
 ) -> None:
     """On a GPU or TPU, says once why none of the implementations made for it serves `call`."""
-    for platform, name in (("cuda", "GPU"), ("tpu", "TPU")):
-        made_for_it = [each for each in implementations if platform in (each.devices or ())]
-        if not made_for_it or platform in chosen or "default" not in chosen or _default_platform() != platform:
-            continue
-        refused = {each.name: each.refuses(call, spread) for each in made_for_it}
-        if None not in refused.values():
-            reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
-            serves = f"{chosen['default'].name!r} serves this call on the {name}"
-            _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
+    platform = _default_platform()
+    name = {"cuda": "GPU", "tpu": "TPU"}.get(platform)
+    if name is None or platform in chosen or "default" not in chosen:
+        return
+    refused = {each.name: each.refuses(call, spread) for each in implementations if platform in (each.devices or ())}
+    if refused and None not in refused.values():
+        reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
+        serves = f"{chosen['default'].name!r} serves this call on the {name}"
+        _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
 
 
 _unheard: ContextVar[bool] = ContextVar("unheard", default=False)

@@ -12,9 +12,15 @@ AnyMesh = Mesh | jax.sharding.AbstractMesh
 
 def explicit_mesh(*arrays: Any) -> AnyMesh | None:
     """The mesh with `Explicit` axes that some of the arrays are on, or that the caller has entered."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    # entered, it is the mesh of what is made here, whatever the arrays are on
-    return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
+    for x in jax.tree.leaves(arrays):
+        # JAX takes longer to say that an array on one device is on no mesh
+        if isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "sharding", None), NamedSharding):
+            mesh = jax.typeof(x).sharding.mesh
+            if mesh.explicit_axes:
+                return mesh
+    # arrays that are made inside an entered mesh lie on it, wherever the call's arrays lie
+    entered = jax.sharding.get_abstract_mesh()
+    return entered if entered.explicit_axes else None
 
 
 def left_to_xla(mesh: AnyMesh | None = None, mapped: bool = False) -> bool:
