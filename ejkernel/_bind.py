@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel import _checks, _sharding
 from ejkernel.kernels.chunks.call import Call
 
-Arrays = _checks.LinearAttention | _checks.DeltaRule
+Arrays = _checks.RecurrenceArrays
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 

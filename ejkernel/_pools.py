@@ -15,7 +15,7 @@ from ejkernel.kernels.chunks.pools import PooledCall, checkpoints
 
 Inputs = Any  # of `kernels.convolution`
 
-Arrays = Any  # `_checks.LinearAttention` or `_checks.DeltaRule`
+Arrays = _checks.RecurrenceArrays
 
 
 def run(
@@ -87,6 +87,6 @@ def normalized_apart(x: jax.Array, epsilon: float) -> jax.Array:
     return lax.platform_dependent(x, cpu=one_by_one, default=lambda x: normalized(x, epsilon))
 
 
-def is_pooled(arrays: Arrays) -> bool:
+def is_pooled(arrays: Any) -> bool:
     """Whether the call has a pool in place of an initial state."""
     return isinstance(arrays.initial_state, _checks.Pool)

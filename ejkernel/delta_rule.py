@@ -239,7 +239,7 @@ def kda(
 
 
 def _run(
-    arrays: _checks.DeltaRule,
+    arrays: _checks.RecurrenceArrays,
     decay: Decay,
     softmax_scale: float | AnyArray | None,
     reverse: bool,
@@ -255,7 +255,7 @@ def _run(
 
 
 def bind(
-    arrays: _checks.DeltaRule,
+    arrays: _checks.RecurrenceArrays,
     decay: Decay,
     softmax_scale: float | AnyArray | None,
     reverse: bool,

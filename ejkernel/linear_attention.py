@@ -130,7 +130,7 @@ def _run(
 
 
 def bind(
-    arrays: _checks.LinearAttention, softmax_scale: float | AnyArray | None, reverse: bool
+    arrays: _checks.RecurrenceArrays, softmax_scale: float | AnyArray | None, reverse: bool
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
     """What the cores are called with."""
     value, gv = arrays.value, arrays.gv
@@ -142,7 +142,7 @@ def bind(
     return call, (query, arrays.key, value, log_decay, gv, state, _bind.sequences(arrays))
 
 
-def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:
+def _log_decay(arrays: _checks.RecurrenceArrays) -> tuple[Decay, jax.Array | None]:
     """`g`, `gk` and `g_gamma` as one log decay, in the smallest of the shapes that the cores know."""
     gamma, gates = arrays.g_gamma, [gate for gate in (arrays.g, arrays.gk) if gate is not None]
     if gamma is not None:

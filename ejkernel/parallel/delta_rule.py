@@ -225,7 +225,7 @@ def _run(
     return _tokens.run_sharded(recurrence, arrays, options, axis_name, mesh, platform)
 
 
-def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
+def _check(gate: str, arrays: Arrays) -> _checks.RecurrenceArrays:
     given = map(arrays.get, (*PER_TOKEN, "initial_state", "cu_seqlens", "segment_ids"))
     query, key, value, beta, g, *others = given
     return _checks.delta_rule(query, key, value, beta, g, gate, *others)

@@ -383,7 +383,7 @@ def linear_attention(
     return _spread(query, key, value, *options)
 
 
-def _check(arrays: Arrays) -> _checks.LinearAttention:
+def _check(arrays: Arrays) -> _checks.RecurrenceArrays:
     names = (*PER_TOKEN[:3], "g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens", "segment_ids")
     return _checks.linear_attention(*map(arrays.get, names))
 
