@@ -1,4 +1,4 @@
-"""What all public ops share before their own code runs: words of other libraries, and `ejkernel.debug`."""
+"""What every public op does first: help with keywords of other libraries, and the checks of `ejkernel.debug`."""
 
 import difflib
 import functools
@@ -10,7 +10,7 @@ from ejkernel import _debug
 
 Front = TypeVar("Front", bound=Callable[..., Any])
 
-# What other libraries call an argument, and what it may be called here: the first that the op has.
+# Names that other libraries have for an argument, and its names here, of which the first that the op has counts.
 CALLED = {
     "q": ("query",),
     "k": ("key",),
@@ -51,7 +51,7 @@ CALLED = {
     "b": ("beta",),
 }
 
-# Words that no argument of the op stands for, and what to do instead.
+# Keywords that mean no argument of the op, and what to do instead.
 INSTEAD = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask"), "padding is what has a negative id in 'segment_ids'"),
     **dict.fromkeys(("causal", "is_causal"), "a recurrence is causal; 'reverse' visits the tokens last to first"),
@@ -78,9 +78,9 @@ INSTEAD = {
 
 
 def public(front: Front) -> Front:
-    """`front`, a public op, with an error that helps where a keyword is none of its own, and with what `debug` does.
+    """Makes `front` a public op: unknown keywords are an error that names the right one, and `debug` sees its values.
 
-    Signature, docstring and types stay those of `front`.
+    The signature, the docstring and the types stay those of `front`.
     """
     signature = inspect.signature(front)
     names = frozenset(signature.parameters)
@@ -91,15 +91,15 @@ def public(front: Front) -> Front:
             word = next(each for each in kwargs if each not in names)
             message = f"{front.__name__}() got an unexpected keyword argument {word!r}"
             raise TypeError(f"{message}{_hint(word, names)}")
-        if (found := _debug.asked()) is not None:
-            _debug.look(found, front.__name__, signature.bind(*args, **kwargs).arguments)
+        if (problems := _debug.current_problems()) is not None:
+            _debug.check_values(problems, front.__name__, signature.bind(*args, **kwargs).arguments)
         return front(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
 def _hint(word: str, names: frozenset[str]) -> str:
-    """What to add to Python's words about an argument that is not there."""
+    """What to add to Python's own message about an unknown keyword."""
     for name in CALLED.get(word, ()):
         if name in names:
             return f"; this library calls it {name!r}"
