@@ -10,45 +10,35 @@ from ejkernel import _debug
 
 Front = TypeVar("Front", bound=Callable[..., Any])
 
-# Names that other libraries have for an argument, and its names here, of which the first that the op has counts.
+# The arguments of ops, and what other libraries call them. A word that stands twice means the first that an op has.
+OTHER_WORDS = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "softmax_scale": "scale sm_scale attn_scale",
+    "causal": "is_causal",
+    "attention_mask": "mask attn_mask",
+    "bias": "attn_bias",
+    "dropout_prob": "dropout_p dropout_rate",
+    "sliding_window": "window_size local_window_size",
+    "logits_soft_cap": "softcap logit_cap logits_soft_capping",
+    "softmax_aux": "sinks s_aux",
+    "return_lse": "return_residual return_softmax_lse return_attn_probs",
+    "block_sizes": "block_size",
+    "segment_ids": "seq_idx",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "cu_seqlens": "cu_seqlens_q cu_seqlens_k",
+    "query_offset": "query_offsets",
+    "platform": "implementation backend",
+    "normalize": "use_qk_l2norm_in_kernel",
+    "initial_state": "initial_states h0",
+    "g": "gate log_decay gk",
+    "g_gamma": "log_decay gamma",
+    "beta": "b",
+}
 CALLED = {
-    "q": ("query",),
-    "k": ("key",),
-    "v": ("value",),
-    "scale": ("softmax_scale",),
-    "sm_scale": ("softmax_scale",),
-    "attn_scale": ("softmax_scale",),
-    "is_causal": ("causal",),
-    "mask": ("attention_mask",),
-    "attn_mask": ("attention_mask",),
-    "attn_bias": ("bias",),
-    "dropout_p": ("dropout_prob",),
-    "dropout_rate": ("dropout_prob",),
-    "window_size": ("sliding_window",),
-    "local_window_size": ("sliding_window",),
-    "softcap": ("logits_soft_cap",),
-    "logit_cap": ("logits_soft_cap",),
-    "logits_soft_capping": ("logits_soft_cap",),
-    "sinks": ("softmax_aux",),
-    "s_aux": ("softmax_aux",),
-    "return_residual": ("return_lse",),
-    "return_softmax_lse": ("return_lse",),
-    "return_attn_probs": ("return_lse",),
-    "block_size": ("block_sizes",),
-    "seq_idx": ("segment_ids",),
-    "cu_seqlens_q": ("cu_seqlens",),
-    "cu_seqlens_k": ("cu_seqlens_kv", "cu_seqlens"),
-    "query_offsets": ("query_offset",),
-    "implementation": ("platform",),
-    "backend": ("platform",),
-    "use_qk_l2norm_in_kernel": ("normalize",),
-    "initial_states": ("initial_state",),
-    "h0": ("initial_state",),
-    "gate": ("g",),
-    "log_decay": ("g", "g_gamma"),
-    "gk": ("g",),
-    "gamma": ("g_gamma",),
-    "b": ("beta",),
+    word: [name for name, words in OTHER_WORDS.items() if word in words.split()]
+    for word in " ".join(OTHER_WORDS.values()).split()
 }
 
 # Keywords that mean no argument of the op, and what to do instead.

@@ -57,8 +57,7 @@ def delta_rule(
             reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
@@ -124,8 +123,7 @@ def gated_delta_rule(
         value: `[B, T, ·, V]`.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
@@ -178,8 +176,7 @@ def kda(
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
         g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
