@@ -53,11 +53,11 @@ class Dims:
         shape = tuple(x.shape)
         of_rank = [words for words in map(_words, patterns) if len(words) == len(shape)]
         for words in of_rank:
-            if all(map(self._fits, words, shape)):
-                for word, size in zip(words, shape, strict=True):
+            others = [(word, size) for word, size in zip(words, shape, strict=True) if self.sizes.get(word) != size]
+            if all(self._fits(word, size) for word, size in others):
+                for word, size in others:
                     if word not in self.sizes and word.isalpha():
-                        self.sizes[word] = size
-                        self._source[word] = argument
+                        self.bind(word, size, argument)
                 return
         fail(argument, f"shape {shape}", self._expected(of_rank or [*map(_words, patterns)]) + hint)
 
@@ -66,11 +66,9 @@ class Dims:
         self.sizes[letter], self._source[letter] = size, argument
 
     def _fits(self, word: str, size: int) -> bool:
-        if word in self.sizes:
-            return self.sizes[word] == size
         if "|" in word:
             return any(self._fits(part, size) for part in word.split("|"))
-        return word.isalpha() or size == int(word)
+        return self.sizes.get(word, size) == size if word.isalpha() else size == int(word)
 
     def _expected(self, patterns: Sequence[Sequence[str]]) -> str:
         letters = list(dict.fromkeys(part for words in patterns for word in words for part in word.split("|")))
