@@ -1,16 +1,37 @@
-"""From the checked arrays of a recurrence's front to the call that its core gets."""
+"""What all fronts of a recurrence do once their arrays are checked: describe the call, and run it."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _checks, _sharding
+from ejkernel import _checks, _pools, _sharding
+from ejkernel._dispatch import Implementation, dispatch
 from ejkernel.kernels.chunks.call import Call
 
-Arrays = _checks.LinearAttention | _checks.DeltaRule
+Arrays = _checks.RecurrenceArrays
 AnyCall = TypeVar("AnyCall", bound=Call)
+
+
+def run(
+    arrays: Arrays,
+    bind: Callable[[Arrays], tuple[Call, tuple[jax.Array | None, ...]]],
+    implementations: Sequence[Implementation],
+    pooled: Sequence[Implementation],
+    platform: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the final state, or the pool of states where the call has one.
+
+    `bind` gives the static facts of a call and the arrays that its implementations take. `pooled` are implementations
+    for calls with a pool.
+    """
+    if _pools.is_pooled(arrays):
+        return _pools.run(pooled, arrays, bind, platform)
+    call, operands = bind(arrays)
+    output, final_state = dispatch(implementations, call, *operands, platform=platform)
+    return (output[0] if arrays.unbatched else output), final_state
 
 
 def recurrence(
@@ -21,15 +42,15 @@ def recurrence(
     reverse: bool,
     **facts: Any,
 ) -> tuple[AnyCall, jax.Array, jax.Array | None]:
-    """The call of this `kind`, its query, and the initial state of every sequence.
+    """The static facts of a call as a `kind`, its query, and an initial state for each sequence.
 
-    `query` is that of `arrays`, perhaps normalized; `facts` are those of the call that only its recurrence has.
+    `query` is that of `arrays` or that query normalized; `facts` are fields of `kind` that only this recurrence has.
     """
     B, T, _, K = query.shape
     # without key dims the output is 0 whatever the scale
     scale = max(K, 1) ** -0.5 if softmax_scale is None else _checks.factor("softmax_scale", softmax_scale)
     if isinstance(scale, jax.Array):
-        # perhaps traced: the output is linear in the query too
+        # the scale may be traced, so the query takes it: the output is linear in the query
         query = without_padding(arrays, query).astype(arrays.state_dtype)
         query, scale = query * scale.astype(arrays.state_dtype), 1.0
     state = arrays.initial_state
@@ -53,14 +74,14 @@ def recurrence(
 
 
 def sequences(arrays: Arrays) -> jax.Array | None:
-    """Where sequences lie: `cu_seqlens` or `segment_ids`, of which there is at most one."""
+    """`cu_seqlens` or `segment_ids`, of which a call has at most one."""
     return arrays.cu_seqlens if arrays.segment_ids is None else arrays.segment_ids
 
 
 def without_padding(arrays: Arrays, x: jax.Array) -> jax.Array:
     """`x [B, T, heads, dim]` with 0 for tokens that are padding: by their ids, or behind the last of `cu_seqlens`.
 
-    For what is multiplied before a core selects its tokens: padding may be NaN, and must have no gradient.
+    Fronts that multiply `x` need it before an implementation skips padding, which may be NaN and has no gradient.
     """
     if arrays.segment_ids is not None:
         is_token = arrays.segment_ids >= 0

@@ -1,4 +1,4 @@
-"""Whether `ejkernel check` has passed here, for this version and chip: an empty file in the user's cache folder."""
+"""A mark that `ejkernel check` has passed on this chip with this version: an empty file in the cache folder."""
 
 import contextlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from ejkernel._version import __version__
 
 
 def _file() -> Path | None:
-    """Whose presence says so; `None` where nothing is kept."""
+    """The file, or `None` if there is no cache folder."""
     folder = _cache_folder.folder()
     name = f"{__version__}-jax-{jax.__version__}-{jax.devices()[0].device_kind}"
     safe = "".join(each if each.isalnum() or each in ".-" else "_" for each in name)
@@ -18,7 +18,7 @@ def _file() -> Path | None:
 
 
 def remember() -> None:
-    """Notes that it has passed; a folder that cannot be written is no error."""
+    """Makes the file; that the folder cannot be written is no error."""
     file = _file()
     if file is not None:
         with contextlib.suppress(OSError):
@@ -27,7 +27,7 @@ def remember() -> None:
 
 
 def passed() -> bool:
-    """Whether it has."""
+    """Whether `ejkernel check` has passed."""
     file = _file()
     try:
         return file is not None and file.exists()

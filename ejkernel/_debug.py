@@ -1,4 +1,4 @@
-"""A look at the values that ops are called with, on request: borders, gates and NaN, which tracing cannot see."""
+"""`ejkernel.debug`: checks of values that ops are called with, which checks of shapes and dtypes cannot see."""
 
 import functools
 import itertools
@@ -13,20 +13,21 @@ import numpy as np
 from ejkernel._checks.packing import border_values
 
 GATES = ("g", "gk", "gv", "g_gamma")
-_counter = itertools.count()
-# what is wrong with the values seen so far; `None` where nobody looks
-_found: ContextVar[list[str] | None] = ContextVar("found", default=None)
-asked = _found.get
+_contexts = itertools.count()
+# what is wrong with values seen so far inside `debug`; `None` outside
+_problems_so_far: ContextVar[list[str] | None] = ContextVar("problems_so_far", default=None)
+current_problems = _problems_so_far.get
 
 
 @contextmanager
 def debug() -> Iterator[None]:
-    """Looks at the values that ops are called with inside; a `ValueError` at its end says what is wrong with them.
+    """Checks the values that ops are called with inside; a `ValueError` at its end says what is wrong with them.
 
-    Ops always check shapes and dtypes, but values only where they are known when tracing. Inside this context calls
-    look at them when they run, at some cost: borders that do not start at 0, decrease or end past the tokens; gates
+    Ops always check shapes and dtypes, but values only where they are known when tracing. Inside this context values
+    are checked when calls run, at some cost: borders that do not start at 0, decrease or end past the tokens; gates
     that look like decays instead of their logs; `g` and `beta` that look swapped; NaN. Functions that were compiled
-    before are compiled anew inside, and forget it afterwards. If the code inside raises, its error says it in a note.
+    before are compiled again inside, and are as before afterwards. If the code inside raises, notes on its error say
+    what is wrong with the values.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -37,32 +38,32 @@ def debug() -> Iterator[None]:
         Traceback (most recent call last):
         ValueError: recurrent_gla: g: got only values in (0, 1], as decays are; expected their logs, as by jnp.log
     """
-    # experimental in JAX: metadata that nothing ran under makes its caches miss, and leaves what they hold
+    # experimental in JAX; new metadata makes its caches miss without clearing them
     from jax.experimental.xla_metadata import set_xla_metadata
 
-    found: list[str] = []
-    token = _found.set(found)
+    problems: list[str] = []
+    token = _problems_so_far.set(problems)
     try:
-        with set_xla_metadata(ejkernel=f"debug {next(_counter)}"):
+        with set_xla_metadata(ejkernel=f"debug {next(_contexts)}"):
             yield
     except Exception as error:
         jax.effects_barrier()
-        for each in dict.fromkeys(found):
+        for each in dict.fromkeys(problems):
             error.add_note(f"ejkernel.debug: {each}")
         raise
     finally:
-        _found.reset(token)
+        _problems_so_far.reset(token)
     jax.effects_barrier()
-    if found:
-        raise ValueError("\n".join(dict.fromkeys(found)))
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def look(found: list[str], op: str, arguments: Mapping[str, Any]) -> None:
-    """Has the arrays among an op's arguments looked at, now or when the traced function runs."""
+def check_values(problems: list[str], op: str, arguments: Mapping[str, Any]) -> None:
+    """Adds to `problems` what is wrong with the arrays among an op's arguments, now or when a traced function runs."""
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray) and _has_values(x)}
-    # inside a `shard_map` there is a slice of the tokens, but borders of them all
-    whole = arguments.get("axis_name") is None or arguments.get("mesh") is not None
-    report = functools.partial(_report, found, op, whole)
+    # inside a `shard_map` arrays hold a slice of the tokens, but borders count all tokens
+    has_all_tokens = arguments.get("axis_name") is None or arguments.get("mesh") is not None
+    report = functools.partial(_report, problems, op, has_all_tokens)
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         jax.debug.callback(report, arrays)
     else:
@@ -73,11 +74,12 @@ def _has_values(x: Any) -> bool:
     return x.dtype.kind in "iuf" or jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
 
 
-def _report(found: list[str], op: str, whole: bool, arrays: Mapping[str, Any]) -> None:
-    found += [f"{op}: {each}" for each in _problems({name: np.asarray(x) for name, x in arrays.items()}, whole)]
+def _report(problems: list[str], op: str, has_all_tokens: bool, arrays: Mapping[str, Any]) -> None:
+    known = {name: np.asarray(x) for name, x in arrays.items()}
+    problems += [f"{op}: {each}" for each in _problems(known, has_all_tokens)]
 
 
-def _problems(arrays: Mapping[str, np.ndarray], whole: bool) -> Iterator[str]:
+def _problems(arrays: Mapping[str, np.ndarray], has_all_tokens: bool) -> Iterator[str]:
     """What is wrong with the values of these arguments."""
     for name, x in arrays.items():
         if x.dtype.kind not in "iu":
@@ -90,7 +92,7 @@ def _problems(arrays: Mapping[str, np.ndarray], whole: bool) -> Iterator[str]:
     keys = arrays["key"].shape[-3:-2] if "key" in arrays else ()
     for name, count in (("cu_seqlens", tokens), ("cu_seqlens_kv", keys)):
         if name in arrays:
-            yield from _border_problems(name, arrays[name], count[0] if whole else None)
+            yield from _border_problems(name, arrays[name], count[0] if has_all_tokens else None)
     gates = {name: arrays[name] for name in GATES if name in arrays and arrays[name].size}
     beta = arrays.get("beta")
     if "g" in gates and beta is not None and beta.size and (gates["g"] > 0).all() and (beta <= 0).all():

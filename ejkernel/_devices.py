@@ -1,11 +1,11 @@
-"""Devices by name, for those who ask what a device would run that is not here."""
+"""Devices by name, so that `explain` can answer for a device that is not here."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ejkernel._checks.wording import fail
 
-# compute capability, as in 90 for 9.0
+# compute capabilities, 90 for 9.0
 GPUS = {
     "a100": 80,
     "a10": 86,
@@ -28,7 +28,7 @@ TPUS = ("v4", "v5e", "v5p", "v6e")
 
 @dataclass(frozen=True)
 class Device:
-    """A device that is assumed to be here, with what the library needs to run on it installed."""
+    """A device that is assumed to be here, with everything installed that the library needs to run on it."""
 
     name: str
     platform: str
@@ -41,7 +41,7 @@ class Device:
         return f"TPU {self.name}" if self.platform == "tpu" else "a CPU"
 
 
-# `None`: what is really here
+# `None` outside of `explain(…, device=…)`
 assumed: ContextVar[Device | None] = ContextVar("assumed", default=None)
 
 
@@ -51,13 +51,13 @@ def named(device: str) -> Device:
     >>> named("NVIDIA H100").capability, named("TPU v5e").platform, named("cpu").platform
     (90, 'tpu', 'default')
     """
-    plain = "".join(each for each in str(device).lower() if each.isalnum())
+    name = "".join(each for each in str(device).lower() if each.isalnum())
     for maker in ("nvidia", "geforce", "tpu"):
-        plain = plain.removeprefix(maker)
-    if plain in GPUS:
-        return Device(plain, "cuda", GPUS[plain])
-    if plain in TPUS:
-        return Device(plain, "tpu")
-    if plain == "cpu":
-        return Device(plain, "default")
+        name = name.removeprefix(maker)
+    if name in GPUS:
+        return Device(name, "cuda", GPUS[name])
+    if name in TPUS:
+        return Device(name, "tpu")
+    if name == "cpu":
+        return Device(name, "default")
     fail("device", repr(device), f"one of {', '.join([*GPUS, *TPUS, 'cpu'])}")

@@ -24,7 +24,7 @@ class SlowerImplementationWarning(UserWarning):
     """A GPU or TPU runs a call on a slower implementation than it would with other options; the message says which."""
 
 
-# what the lowering finds out by itself where it is not known before
+# why kernels cannot serve a call that XLA splits; lowering says so too, where tracing could not know
 NOT_SPLIT = (
     "XLA cannot split its kernels over several devices; on a mesh with Explicit axes, or inside jax.shard_map, each "
     "device runs them on its part"
@@ -33,9 +33,9 @@ NOT_SPLIT = (
 
 @dataclass(frozen=True)
 class Later:
-    """What a module below `ejkernel.kernels` calls `name`, imported when it is first called or asked for an attribute.
+    """The object `name` of a module of `ejkernel.kernels`, which is imported when the object is first used.
 
-    `import ejkernel` is to import no kernels: most programs run those of one device.
+    So `import ejkernel` imports no kernels: most programs run those of one kind of device.
     """
 
     module: str
@@ -50,7 +50,10 @@ class Later:
         return getattr(self._load(), name)
 
     def _load(self) -> Any:
-        return getattr(importlib.import_module(f"ejkernel.kernels.{self.module}"), self.name)
+        return getattr(_imported(f"ejkernel.kernels.{self.module}"), self.name)
+
+
+_imported = functools.cache(importlib.import_module)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class Implementation:
         devices: The platforms that JAX can lower it for (`"cpu"`, `"cuda"`, `"tpu"`, …); `None` means all.
         supports: Takes the op's `Call`; says why this implementation cannot serve it, or `None` if it can.
         run: `run(call, *arrays)`, the same signature for every implementation of an op.
-        phases: The same in two phases, for states that come late (`kernels._phases`); `None` where it has none.
-        slower_than_next: Says for what a later implementation is faster where that serves the call too, or `None`.
-        slower_than_fallback: Says for what even the one that serves every device is faster, or `None`.
-        splits: Whether XLA can split it over devices where shardings are left to it.
-        tracks_axes: Whether its results say over which axes of a mesh they vary.
+        phases: The same in two phases, for start states that come from other devices between them, see
+            `kernels._phases`; `None` where it has none.
+        slower_than_next: Says in what kind of call a later implementation that serves it too is faster, or `None`.
+        slower_than_fallback: Says in what kind of call the implementation for every device is faster, or `None`.
+        splits: Whether XLA's partitioner can split it over devices.
+        tracks_axes: Whether `shard_map` can check over which mesh axes its results vary (`check_vma`).
     """
 
     name: str
@@ -79,30 +83,30 @@ class Implementation:
     splits: bool = True
     tracks_axes: bool = True
 
-    def refuses(self, call: Any, spread: bool) -> str | None:
-        """Why it cannot serve the call, which may be left to XLA to spread over devices; `None` if it can."""
-        return self.supports(call) or (None if self.splits or not spread else NOT_SPLIT)
+    def refuses(self, call: Any, partitioned: bool) -> str | None:
+        """Why it cannot serve the call, or `None`; `partitioned` says that XLA splits the call over devices."""
+        return self.supports(call) or (None if self.splits or not partitioned else NOT_SPLIT)
 
 
 def choose(
-    implementations: Sequence[Implementation], call: Any, platform: str | None = None, spread: bool = False
+    implementations: Sequence[Implementation], call: Any, platform: str | None = None, partitioned: bool = False
 ) -> dict[str, Implementation]:
     """Maps each device platform (and `"default"`) to the implementation that will run there.
 
     `implementations` are ordered fastest first, unless an entry's `slower_than_next` says otherwise. With `platform`
-    given, that one alone is considered. `spread` says whether XLA is to split it over devices.
+    given, only the implementation of that name is considered. `partitioned` says that XLA splits the call over devices.
     """
     if platform is not None:
         named = [each for each in implementations if each.name == platform]
         if not named:
             known = ", ".join(repr(each.name) for each in implementations)
             raise PlatformError(f"platform: got {platform!r}; expected one of {known}")
-        if reason := named[0].refuses(call, spread):
+        if reason := named[0].refuses(call, partitioned):
             raise PlatformError(f"platform: {platform!r} cannot serve this call: {reason}")
         implementations = named
     chosen: dict[str, Implementation] = {}
     for each in implementations:
-        if each.refuses(call, spread) is not None:
+        if each.refuses(call, partitioned) is not None:
             continue
         for device in each.devices or ("default",):
             first = chosen.setdefault(device, each)
@@ -130,17 +134,17 @@ def resolve(
     platform: str | None = None,
     mapped: bool = False,
 ) -> tuple[tuple[str, Implementation], ...]:
-    """What `choose` finds for a call that is about to run, or says it if that is all that was asked for.
+    """What `choose` gives for a call that is about to run, with warnings; `explain` gets an explanation instead.
 
-    `mesh` is the one with `Explicit` axes that the call's arrays are on, if any. `mapped` says that the call is a
-    device's part, and that nothing along these axes is left to XLA.
+    `mesh` is the mesh with `Explicit` axes that the call's arrays are on, if any. `mapped` says that `call` is what one
+    device runs inside a `shard_map` over these axes, along which XLA then has nothing to split.
     """
-    spread = _sharding.left_to_xla(mesh, mapped) or (not mapped and _spread_over_arguments())
-    chosen = choose(implementations, call, platform, spread)
-    if _explaining.get():
-        raise _ExplainedError(_explanation(implementations, call, chosen, spread))
+    partitioned = _sharding.left_to_xla(mesh, mapped) or (not mapped and _explained_arguments_are_sharded())
+    chosen = choose(implementations, call, platform, partitioned)
+    if _devices_explained.get():
+        raise _ExplainedError(_explanation(implementations, call, chosen, partitioned))
     if platform is None:
-        _warn_if_slower(implementations, call, chosen, spread)
+        _warn_if_slower(implementations, call, chosen, partitioned)
         if "tpu" in chosen:
             _warn_until_checked()
     return tuple(chosen.items())
@@ -148,11 +152,11 @@ def resolve(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, mapping: _mesh.Mapping | None, *arrays: Any) -> Any:
-    # under jit so that a plain call compiles once too, whatever the arrays' values
+    # under jit, so that a call outside of one compiles once too, whatever the arrays' values
 
     def run(call: Any, *arrays: Any) -> Any:
         branches = {device: functools.partial(each.run, call) for device, each in chosen}
-        if len(branches) == 1:  # for every device, or the only one that was asked for
+        if len(branches) == 1:  # serves every device, or was named by `platform=`
             return next(iter(branches.values()))(*arrays)
         return jax.lax.platform_dependent(*arrays, **branches)
 
@@ -162,18 +166,20 @@ def _run(chosen: tuple[tuple[str, Implementation], ...], call: Any, mapping: _me
 
 
 def _warn_if_slower(
-    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool = False
+    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], partitioned: bool = False
 ) -> None:
     """On a GPU or TPU, says once why none of the implementations made for it serves `call`."""
-    for platform, name in (("cuda", "GPU"), ("tpu", "TPU")):
-        made_for_it = [each for each in implementations if platform in (each.devices or ())]
-        if not made_for_it or platform in chosen or "default" not in chosen or _default_platform() != platform:
-            continue
-        refused = {each.name: each.refuses(call, spread) for each in made_for_it}
-        if None not in refused.values():
-            reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
-            serves = f"{chosen['default'].name!r} serves this call on the {name}"
-            _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
+    platform = _default_platform()
+    name = {"cuda": "GPU", "tpu": "TPU"}.get(platform)
+    if name is None or platform in chosen or "default" not in chosen:
+        return
+    refused = {
+        each.name: each.refuses(call, partitioned) for each in implementations if platform in (each.devices or ())
+    }
+    if refused and None not in refused.values():
+        reasons = "; ".join(f"{each!r}: {reason}" for each, reason in refused.items())
+        serves = f"{chosen['default'].name!r} serves this call on the {name}"
+        _warn_once(f"{serves}, which is slower than what cannot: {reasons}")
 
 
 _unheard: ContextVar[bool] = ContextVar("unheard", default=False)
@@ -181,7 +187,7 @@ _unheard: ContextVar[bool] = ContextVar("unheard", default=False)
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Where tangents are traced that may never run, nothing is said of them."""
+    """Inside, `warn_of_tangents` is silent: for tangents that are traced and perhaps never run."""
     token = _unheard.set(True)
     try:
         yield
@@ -190,7 +196,7 @@ def unheard() -> Iterator[None]:
 
 
 def warn_of_tangents(what: str) -> None:
-    """Says once that kernels serve a call, and that `what`, some of its tangents, is left to XLA."""
+    """Warns once that XLA serves `what`, some tangents of a call that kernels serve."""
     if not _unheard.get():
         _warn_once(f"'xla' serves {what}, which is slower than the kernels that serve the call itself")
 
@@ -207,7 +213,7 @@ def _warn_once(message: str) -> None:
 
 @functools.cache
 def _warn_until_checked() -> None:
-    """Once a process on TPUs, whose kernels no chip has run, until `ejkernel check` has passed there."""
+    """Warns once a process on TPUs, whose kernels no chip has run, unless `ejkernel check` has passed there."""
     if _default_platform() == "tpu" and not _checked.passed():
         warn("No TPU chip has run these kernels yet. Run `ejkernel check`, which compares them with their definition")
 
@@ -219,8 +225,8 @@ class Explanation:
     Attributes:
         chosen: The implementation's name by device platform; `"default"` stands for every other platform.
         refused: For implementations that cannot serve the call, the reason.
-        slower: For implementations that could serve it and leave it to a faster one, what they are slower at.
-        device: The device that was asked about, and what is assumed of it; empty where none was named.
+        slower: For implementations that could serve it and are slower, the kind of call that they are slower at.
+        device: The device that `explain` was asked about, and what is assumed of it; empty if none was named.
     """
 
     chosen: dict[str, str]
@@ -236,13 +242,13 @@ class Explanation:
         return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in others.items())])
 
 
-# on how many devices the arguments lie that are explained
-_explaining: ContextVar[int] = ContextVar("explaining", default=0)
+# over how many devices the arguments of `explain` are sharded, while it traces an op; otherwise 0
+_devices_explained: ContextVar[int] = ContextVar("devices_explained", default=0)
 
 
-def _spread_over_arguments() -> bool:
-    """Whether what is explained is spread over devices as its arguments are, unless `shard_map` maps it."""
-    return _explaining.get() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+def _explained_arguments_are_sharded() -> bool:
+    """Whether `explain` traces a call on sharded arguments, outside of a `shard_map`."""
+    return _devices_explained.get() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 class _ExplainedError(Exception):
@@ -253,7 +259,7 @@ class _ExplainedError(Exception):
 
 
 def _explanation(
-    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], spread: bool
+    implementations: Sequence[Implementation], call: Any, chosen: dict[str, Implementation], partitioned: bool
 ) -> Explanation:
     if (device := _devices.assumed.get()) is not None:
         serves = chosen.get(device.platform) or chosen.get("default")
@@ -261,7 +267,7 @@ def _explanation(
             raise PlatformError(f"platform: {next(iter(chosen.values())).name!r} does not run on {device.name}")
         chosen = {device.platform: serves}
         implementations = [each for each in implementations if device.platform in (each.devices or (device.platform,))]
-    refused = {each.name: reason for each in implementations if (reason := each.refuses(call, spread)) is not None}
+    refused = {each.name: reason for each in implementations if (reason := each.refuses(call, partitioned)) is not None}
     left = [each for each in implementations if each not in chosen.values() and each.name not in refused]
     return Explanation(
         {device: each.name for device, each in chosen.items()},
@@ -304,7 +310,7 @@ def explain(op: Callable[..., Any], *args: Any, device: str | None = None, **kwa
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}; expected one of this library's ops")
     assumed = None if device is None else _devices.named(device)
-    # experimental in JAX, so nothing but this may depend on it
+    # imported here, as it is experimental in JAX, and nothing else may depend on it
     from jax.experimental.xla_metadata import set_xla_metadata
 
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -318,17 +324,17 @@ def explain(op: Callable[..., Any], *args: Any, device: str | None = None, **kwa
         return op(*args, **kwargs)
 
     places = [getattr(leaves[i], "sharding", None) for i in traced]
-    token = _explaining.set(max((each.num_devices for each in places if each is not None), default=1))
+    token = _devices_explained.set(max((each.num_devices for each in places if each is not None), default=1))
     device_token = _devices.assumed.set(assumed)
     try:
-        # a jitted function that ran before would not be traced again, and never reach the op: metadata that nothing ran
-        # under makes JAX's caches miss, and leaves what they hold
+        # a jitted function that was traced before would not reach the op again: new metadata makes JAX's caches miss
+        # without clearing them
         with set_xla_metadata(ejkernel="explain"):
             jax.eval_shape(run, [leaves[i] for i in traced])
-    except _ExplainedError as found:
-        return found.explanation
+    except _ExplainedError as error:
+        return error.explanation
     finally:
-        _explaining.reset(token)
+        _devices_explained.reset(token)
         _devices.assumed.reset(device_token)
     raise ValueError(f"op: got {op!r}, which calls no op of this library; expected one of its ops")
 

@@ -1,4 +1,4 @@
-"""What all public ops share before their own code runs: words of other libraries, and `ejkernel.debug`."""
+"""What every public op does first: help with keywords of other libraries, and the checks of `ejkernel.debug`."""
 
 import difflib
 import functools
@@ -10,48 +10,38 @@ from ejkernel import _debug
 
 Front = TypeVar("Front", bound=Callable[..., Any])
 
-# What other libraries call an argument, and what it may be called here: the first that the op has.
+# The arguments of ops, and what other libraries call them. A word that stands twice means the first that an op has.
+OTHER_WORDS = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "softmax_scale": "scale sm_scale attn_scale",
+    "causal": "is_causal",
+    "attention_mask": "mask attn_mask",
+    "bias": "attn_bias",
+    "dropout_prob": "dropout_p dropout_rate",
+    "sliding_window": "window_size local_window_size",
+    "logits_soft_cap": "softcap logit_cap logits_soft_capping",
+    "softmax_aux": "sinks s_aux",
+    "return_lse": "return_residual return_softmax_lse return_attn_probs",
+    "block_sizes": "block_size",
+    "segment_ids": "seq_idx",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "cu_seqlens": "cu_seqlens_q cu_seqlens_k",
+    "query_offset": "query_offsets",
+    "platform": "implementation backend",
+    "normalize": "use_qk_l2norm_in_kernel",
+    "initial_state": "initial_states h0",
+    "g": "gate log_decay gk",
+    "g_gamma": "log_decay gamma",
+    "beta": "b",
+}
 CALLED = {
-    "q": ("query",),
-    "k": ("key",),
-    "v": ("value",),
-    "scale": ("softmax_scale",),
-    "sm_scale": ("softmax_scale",),
-    "attn_scale": ("softmax_scale",),
-    "is_causal": ("causal",),
-    "mask": ("attention_mask",),
-    "attn_mask": ("attention_mask",),
-    "attn_bias": ("bias",),
-    "dropout_p": ("dropout_prob",),
-    "dropout_rate": ("dropout_prob",),
-    "window_size": ("sliding_window",),
-    "local_window_size": ("sliding_window",),
-    "softcap": ("logits_soft_cap",),
-    "logit_cap": ("logits_soft_cap",),
-    "logits_soft_capping": ("logits_soft_cap",),
-    "sinks": ("softmax_aux",),
-    "s_aux": ("softmax_aux",),
-    "return_residual": ("return_lse",),
-    "return_softmax_lse": ("return_lse",),
-    "return_attn_probs": ("return_lse",),
-    "block_size": ("block_sizes",),
-    "seq_idx": ("segment_ids",),
-    "cu_seqlens_q": ("cu_seqlens",),
-    "cu_seqlens_k": ("cu_seqlens_kv", "cu_seqlens"),
-    "query_offsets": ("query_offset",),
-    "implementation": ("platform",),
-    "backend": ("platform",),
-    "use_qk_l2norm_in_kernel": ("normalize",),
-    "initial_states": ("initial_state",),
-    "h0": ("initial_state",),
-    "gate": ("g",),
-    "log_decay": ("g", "g_gamma"),
-    "gk": ("g",),
-    "gamma": ("g_gamma",),
-    "b": ("beta",),
+    word: [name for name, words in OTHER_WORDS.items() if word in words.split()]
+    for word in " ".join(OTHER_WORDS.values()).split()
 }
 
-# Words that no argument of the op stands for, and what to do instead.
+# Keywords that mean no argument of the op, and what to do instead.
 INSTEAD = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask"), "padding is what has a negative id in 'segment_ids'"),
     **dict.fromkeys(("causal", "is_causal"), "a recurrence is causal; 'reverse' visits the tokens last to first"),
@@ -78,9 +68,9 @@ INSTEAD = {
 
 
 def public(front: Front) -> Front:
-    """`front`, a public op, with an error that helps where a keyword is none of its own, and with what `debug` does.
+    """Makes `front` a public op: unknown keywords are an error that names the right one, and `debug` sees its values.
 
-    Signature, docstring and types stay those of `front`.
+    The signature, the docstring and the types stay those of `front`.
     """
     signature = inspect.signature(front)
     names = frozenset(signature.parameters)
@@ -91,15 +81,15 @@ def public(front: Front) -> Front:
             word = next(each for each in kwargs if each not in names)
             message = f"{front.__name__}() got an unexpected keyword argument {word!r}"
             raise TypeError(f"{message}{_hint(word, names)}")
-        if (found := _debug.asked()) is not None:
-            _debug.look(found, front.__name__, signature.bind(*args, **kwargs).arguments)
+        if (problems := _debug.current_problems()) is not None:
+            _debug.check_values(problems, front.__name__, signature.bind(*args, **kwargs).arguments)
         return front(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
 def _hint(word: str, names: frozenset[str]) -> str:
-    """What to add to Python's words about an argument that is not there."""
+    """What to add to Python's own message about an unknown keyword."""
     for name in CALLED.get(word, ()):
         if name in names:
             return f"; this library calls it {name!r}"

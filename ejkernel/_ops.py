@@ -8,26 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import ejkernel
 from ejkernel._dispatch import Implementation
-from ejkernel.attention import attention, flash_attention
-from ejkernel.convolution import causal_conv1d
-from ejkernel.delta_rule import delta_rule, gated_delta_rule, kda
 from ejkernel.kernels.attention import ATTENTION, FLASH_ATTENTION
 from ejkernel.kernels.attention.paged import PAGED_ATTENTION
 from ejkernel.kernels.convolution import IMPLEMENTATIONS as CONVOLUTION
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS as DELTA_RULE
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS as LINEAR_RECURRENCE
-from ejkernel.linear_attention import (
-    lightning_attn,
-    linear_attention,
-    recurrent,
-    recurrent_gla,
-    retention,
-    simple_gla,
-)
-from ejkernel.paged_attention import PagedCache, paged_attention
 
-# How people call the implementations and the devices they are for; `None` is every device.
+# Implementations and devices as people write them; `None` is every device.
 NAMES = {"xla": "XLA", "triton": "Triton", "cudnn": "cuDNN", "pallas": "Pallas", "splash": "splash"}
 DEVICES = {None: "anything", "cuda": "NVIDIA GPUs", "tpu": "TPUs"}
 CORES = {
@@ -36,7 +25,7 @@ CORES = {
     "softmax": FLASH_ATTENTION,
     "convolution": CONVOLUTION,
 }
-TAPS = 4  # of the convolution, as published layers have it
+TAPS = 4  # how many tokens the convolution spans in published layers
 
 
 @dataclass(frozen=True)
@@ -45,14 +34,14 @@ class Op:
 
     Attributes:
         function: The public function.
-        core: Whose mathematics it has.
+        core: The core that computes it.
         gates: The arrays beside query, key and value, each with its dims (`"BTH"`, `"BTHK"`).
-        options: What else an ordinary call of it needs.
-        log_decay: From the number of heads, the fixed log decay of each. Spelled out again here: what checks the
-            library must not take it from the library.
+        options: Other arguments that an ordinary call has.
+        log_decay: The fixed log decay of each head, from the number of heads. It is written again here, as checks of
+            the library must not take it from the library.
         fla: The function of flash-linear-attention that computes the same, as `module:name`.
-        benchmark_gates: The gates that benchmarks give it, if not `gates`.
-        own_implementations: Those of this op alone, if not its core's.
+        benchmark_gates: The gates of calls in benchmarks, if not `gates`.
+        own_implementations: The op's implementations, if not those of its core.
         own_call: Arguments of an ordinary call, as shapes, if not query, key, value and gates. Such an op is neither
             timed by `ejkernel bench` nor checked by `ejkernel check`.
     """
@@ -94,7 +83,7 @@ class Op:
         return tuple(each.reshape(*each.shape[:2], *arrays["x"].shape[2:]) for each in results)
 
     def runs_on(self) -> str:
-        """Its implementations by their names for people: `XLA, Triton, Pallas`."""
+        """The names of its implementations as people write them: `XLA, Triton, Pallas`."""
         return ", ".join(NAMES[each.name] for each in reversed(self.implementations))
 
     def ordinary_call(self) -> tuple[list[Any], dict[str, Any]]:
@@ -119,43 +108,43 @@ def _paged_call() -> tuple[Any, ...]:
     query, new = (jax.ShapeDtypeStruct((64, heads, 128), jnp.bfloat16) for heads in (32, 8))
     pages: Any = jax.ShapeDtypeStruct((4096, 64, 8, 128), jnp.bfloat16)
     table, lengths, borders = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 64), (64,), (65,)))
-    return query, new, new, PagedCache(pages, pages), table, lengths, borders
+    return query, new, new, ejkernel.PagedCache(pages, pages), table, lengths, borders
 
 
 HEAD_GATE, KEY_GATE, BETA = {"g": "BTH"}, {"g": "BTHK"}, {"beta": "BTH"}
 OPS = {
     op.name: op
     for op in (
-        Op(linear_attention, fla="fla.ops.linear_attn:chunk_linear_attn"),
+        Op(ejkernel.linear_attention, fla="fla.ops.linear_attn:chunk_linear_attn"),
         Op(
-            retention,
+            ejkernel.retention,
             log_decay=lambda heads: np.log1p(-(2.0 ** (-5 - np.arange(heads)))),
             fla="fla.ops.retention:chunk_retention",
         ),
         Op(
-            lightning_attn,
+            ejkernel.lightning_attn,
             options={"layer_idx": 3, "num_layers": 12},
             log_decay=lambda heads: -(8 / heads) * (1 - 3 / 12) * np.arange(heads),
             fla="fla.ops.lightning_attn:chunk_lightning_attn",
         ),
-        Op(simple_gla, gates=HEAD_GATE, fla="fla.ops.simple_gla:chunk_simple_gla"),
-        Op(recurrent_gla, gates=KEY_GATE, fla="fla.ops.gla:chunk_gla"),
-        Op(recurrent, gates=KEY_GATE, benchmark_gates={"gk": "BTHK", "gv": "BTHV"}),
-        Op(delta_rule, "delta rule", gates=BETA, fla="fla.ops.delta_rule:chunk_delta_rule"),
+        Op(ejkernel.simple_gla, gates=HEAD_GATE, fla="fla.ops.simple_gla:chunk_simple_gla"),
+        Op(ejkernel.recurrent_gla, gates=KEY_GATE, fla="fla.ops.gla:chunk_gla"),
+        Op(ejkernel.recurrent, gates=KEY_GATE, benchmark_gates={"gk": "BTHK", "gv": "BTHV"}),
+        Op(ejkernel.delta_rule, "delta rule", gates=BETA, fla="fla.ops.delta_rule:chunk_delta_rule"),
         Op(
-            gated_delta_rule,
+            ejkernel.gated_delta_rule,
             "delta rule",
             gates=HEAD_GATE | BETA,
             fla="fla.ops.gated_delta_rule:chunk_gated_delta_rule",
         ),
-        Op(kda, "delta rule", gates=KEY_GATE | BETA, fla="fla.ops.kda:chunk_kda"),
-        Op(flash_attention, "softmax", options={"causal": True}),
-        Op(attention, "softmax", options={"causal": True, "dtype": None}, own_implementations=ATTENTION),
-        Op(causal_conv1d, "convolution", options={"activation": "silu"}),
-        Op(paged_attention, "softmax", own_implementations=PAGED_ATTENTION, own_call=_paged_call()),
+        Op(ejkernel.kda, "delta rule", gates=KEY_GATE | BETA, fla="fla.ops.kda:chunk_kda"),
+        Op(ejkernel.flash_attention, "softmax", options={"causal": True}),
+        Op(ejkernel.attention, "softmax", options={"causal": True, "dtype": None}, own_implementations=ATTENTION),
+        Op(ejkernel.causal_conv1d, "convolution", options={"activation": "silu"}),
+        Op(ejkernel.paged_attention, "softmax", own_implementations=PAGED_ATTENTION, own_call=_paged_call()),
     )
 }
-# those that take query, key, value and gates: what is timed, checked and differentiated by their names
+# ops that take query, key, value and gates, which benchmarks, checks and tests call in one way
 COMMON = {name: op for name, op in OPS.items() if op.own_call is None}
 
 

@@ -1,4 +1,4 @@
-"""Meshes with `Explicit` axes, where shardings are part of types: our code still leaves its own to the partitioner."""
+"""Meshes with `Explicit` axes, where shardings are part of types, for code that leaves shardings to XLA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,66 +12,73 @@ AnyMesh = Mesh | jax.sharding.AbstractMesh
 
 def explicit_mesh(*arrays: Any) -> AnyMesh | None:
     """The mesh with `Explicit` axes that some of the arrays are on, or that the caller has entered."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    # entered, it is the mesh of what is made here, whatever the arrays are on
-    return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.explicit_axes), None)
+    for x in jax.tree.leaves(arrays):
+        # JAX takes longer to say that an array on one device is on no mesh
+        if isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "sharding", None), NamedSharding):
+            mesh = jax.typeof(x).sharding.mesh
+            if mesh.explicit_axes:
+                return mesh
+    # arrays that are made inside an entered mesh lie on it, wherever the call's arrays lie
+    entered = jax.sharding.get_abstract_mesh()
+    return entered if entered.explicit_axes else None
 
 
 def left_to_xla(mesh: AnyMesh | None = None, mapped: bool = False) -> bool:
-    """Whether a mesh of several devices has axes along which XLA's partitioner is to split what is done here.
+    """Whether XLA's partitioner splits a computation here, along an axis of several devices.
 
-    `mesh` is what `explicit_mesh` found; `mapped` says that `Explicit` axes are not among them.
+    `mesh` is what `explicit_mesh` gives, or by default the mesh that the caller has entered. `mapped` says that a
+    `shard_map` runs over its `Explicit` axes, so that only `Auto` axes are left to XLA.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *(() if mapped else mesh.explicit_axes)))
 
 
 def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:
-    """`run(*arrays)` with all `Explicit` axes as `Auto` ones, its results sharded by the specs `results`.
+    """`run(*arrays)` with all `Explicit` axes made `Auto`; its results are sharded by the specs `results`.
 
-    The mesh is the arrays' own, unless one is given.
+    `mesh` is by default the mesh that the arrays are on.
     """
     mesh = explicit_mesh(*arrays) if mesh is None else mesh
     if mesh is None or not mesh.explicit_axes:
         return run(*arrays)
-    # with the mesh, as the caller need not have entered it by `jax.set_mesh`
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=_is_spec)
+    # shardings rather than specs, as the caller need not have entered the mesh by `jax.set_mesh`
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=is_spec)
     return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
-    """Over which `Explicit` axes each dimension of `x` is sharded."""
+    """The spec of `x`: over which `Explicit` axes each dimension is sharded."""
     return jax.typeof(x).sharding.spec
 
 
 def broadcast_rows(x: jax.Array, shape: tuple[int, ...], like: jax.Array) -> jax.Array:
-    """`x` broadcast to `shape`, new rows first, which are sharded over the `Explicit` axes that those of `like` are.
+    """`x` broadcast to `shape`, whose first dimension is rows, sharded over `Explicit` axes as the rows of `like`.
 
-    So the gradient of what rows share is summed where they are, and only the sum travels.
+    So each device sums the gradient over its own rows, and only these sums are reduced over devices.
     """
     mesh, rows = explicit_mesh(x, like), spec_of(like)[0]
     if mesh is None or rows is None or x.shape == shape:
         return jnp.broadcast_to(x, shape)
-    kept = spec_of(x)[-(len(shape) - 1) :]
-    taken = {axis for part in kept for axis in axes_of(part)}
+    others = spec_of(x)[-(len(shape) - 1) :]
+    taken = {axis for part in others for axis in axes_of(part)}
     free = tuple(axis for axis in axes_of(rows) if axis not in taken)
-    return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(free, *kept)))
+    return jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(free, *others)))
 
 
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x [..., dim]` for every head of `like [..., heads, any]`; sharded over `Explicit` axes as that is."""
+    """`x [..., dim]` repeated for every head of `like [..., heads, any]`, and sharded as `like` is."""
     shape, mesh = (*like.shape[:-1], x.shape[-1]), explicit_mesh(x, like)
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec_of(like)[:-1], None))
     return jnp.broadcast_to(x[..., None, :], shape, out_sharding=sharding)
 
 
 def widest(*arrays: jax.Array) -> jax.Array:
-    """The array `[…, heads, dim]` with the most heads, the first of several or of those without heads."""
+    """The array `[…, heads, dim]` with the most heads, or the first of them if several have as many."""
     return max(arrays, key=lambda x: x.shape[-2:-1])
 
 
 def over(axis: str, spec: PartitionSpec, dim: int) -> PartitionSpec:
-    """`spec` with dimension `dim` sharded over the mesh axis, and no other dimension."""
+    """`spec` with dimension `dim` sharded over the mesh axis, and no other dimension over that axis."""
     parts = [axes_of(part) for part in spec]
     if axis in parts[dim]:
         return spec
@@ -81,7 +88,7 @@ def over(axis: str, spec: PartitionSpec, dim: int) -> PartitionSpec:
 
 
 def as_auto(mesh: AnyMesh) -> AnyMesh:
-    """`mesh` as `partitioned` code sees it."""
+    """`mesh` with its `Explicit` axes made `Auto`, as code inside `partitioned` sees it."""
     if not mesh.explicit_axes:
         return mesh
     types = tuple(AxisType.Auto if each == AxisType.Explicit else each for each in mesh.axis_types)
@@ -95,5 +102,5 @@ def axes_of(part: Any) -> tuple[str, ...]:
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], prog: str = "ejkernel check") -> int:
             if time.monotonic() - start > limit:
                 counts["left out"] += 1
                 continue
-            verdict, why = judged(row)
+            verdict, why = judge(row)
             counts[verdict] += 1
             print(f"{verdict:<8} {row} {why}".rstrip(), flush=True)
     print(_summary(counts, limit, time.monotonic() - start))
@@ -71,34 +71,34 @@ def main(arguments: Sequence[str], prog: str = "ejkernel check") -> int:
 
 
 def rows(platform: str) -> Iterator[Row]:
-    """What runs here: each op and implementation once before any comes again."""
+    """The calls to check here: every op and implementation in one dtype, then in the next."""
     wide = ["float32", *(["float64"] if jnp.zeros(()).dtype == jnp.float64 else [])]
     for dtype in ("bfloat16", *wide):
         shape, borders = (Shape(*EVEN, dtype), None) if dtype == "bfloat16" else (Shape(*ODD, dtype), BORDERS)
         for op in COMMON.values():
             for each in op.implementations:
                 if platform in (each.devices or (platform,)):
-                    # this one takes no packed sequences
+                    # `attention` takes no packed sequences
                     yield Row(op, each.name, shape, None if op.name == "attention" else borders)
 
 
-def judged(row: Row) -> tuple[str, str]:
+def judge(row: Row) -> tuple[str, str]:
     """The verdict on a call, and the reason or the largest error."""
     arrays, upstream = inputs(row.op, row.shape), cotangent(row.shape)
     try:
-        found = _results(row, arrays, upstream)
+        results = _results(row, arrays, upstream)
     except PlatformError as error:
         return "not run", str(error).partition("cannot serve this call: ")[2] or str(error)
-    except Exception as error:  # whatever a compiler ends in is what is to be told
+    except Exception as error:  # compilers raise errors of any type
         return "WRONG", f"{type(error).__name__}: {error}".splitlines()[0]
-    worst, name = _worst(found, exact.of_call(row.op, arrays, upstream, row.borders))
+    worst, name = _worst(results, exact.of_call(row.op, arrays, upstream, row.borders))
     # a NaN is no error below the limit
     right = worst <= LIMITS[row.shape.dtype]
     return ("ok", f"{worst:.0e}") if right else ("WRONG", f"{name}: an error of {worst:.1e} of its size")
 
 
 def _results(row: Row, arrays: Arrays, upstream: jax.Array) -> dict[str, np.ndarray]:
-    """What the op returns and its gradients, by name."""
+    """The op's outputs and gradients, by name."""
     packed: dict[str, Any] = {} if row.borders is None else {"cu_seqlens": jnp.array(row.borders, jnp.int32)}
 
     @jax.jit
@@ -114,9 +114,9 @@ def _results(row: Row, arrays: Arrays, upstream: jax.Array) -> dict[str, np.ndar
     return {name: np.asarray(x, np.float64) for name, x in jax.device_get(run(arrays, upstream)).items()}
 
 
-def _worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest error, of which a NaN is larger than any, and whose it is."""
-    errors = exact.errors(found, {name: expected[name] for name in found})
+def _worst(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest error, where NaN counts as infinite, and the name of its result."""
+    errors = exact.errors(results, {name: expected[name] for name in results})
     name = max(errors, key=lambda each: np.inf if np.isnan(errors[each]) else errors[each])
     return errors[name], name
 

@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from ejkernel import __version__
+from ejkernel import __version__, explain
 from ejkernel._command_line import no_device, quietly
 
 EXAMPLES = """examples:
@@ -39,15 +39,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ejkernel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    info = commands.add_parser("info", help="versions, devices, and which implementation serves each op")
-    info.set_defaults(run=_info)
-    check = commands.add_parser("check", help="compare every op that runs here with its definition", add_help=False)
-    check.set_defaults(run=_check)
-    # these have options of their own; the demo's cannot even be asked for before it is known to be installed
-    bench = commands.add_parser("bench", help="time the ops against their peers on this machine", add_help=False)
-    bench.set_defaults(run=_bench)
-    demo = commands.add_parser("demo", help="train a small language model on this machine", add_help=False)
-    demo.set_defaults(run=_demo)
+    for name, run, words in (
+        ("info", _info, "versions, devices, and which implementation serves each op"),
+        # these parse options of their own, and the demo may not be installed
+        ("check", _check, "compare every op that runs here with its definition"),
+        ("bench", _bench, "time the ops against their peers on this machine"),
+        ("demo", _demo, "train a small language model on this machine"),
+    ):
+        commands.add_parser(name, help=words, add_help=run is _info).set_defaults(run=run)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command == "info":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -100,23 +99,22 @@ def _report() -> Iterator[str]:
 
 
 def _served() -> Iterator[str]:
-    """What serves each op, ops that are served alike together."""
-    import ejkernel
+    """Which implementations serve each op; ops with the same explanation stand together."""
     from ejkernel._ops import OPS
 
-    alike: dict[str, list[str]] = {}
+    by_explanation: dict[str, list[str]] = {}
     for name, op in OPS.items():
         arguments, options = op.ordinary_call()
-        alike.setdefault(str(ejkernel.explain(getattr(ejkernel, name), *arguments, **options)), []).append(name)
-    for explanation, names in alike.items():
+        by_explanation.setdefault(str(explain(op.function, *arguments, **options)), []).append(name)
+    for explanation, names in by_explanation.items():
         yield f"  {', '.join(names)}"
         yield from (f"    {line}" for line in explanation.splitlines())
 
 
 def _other_project() -> Iterator[str]:
-    """What to do about the project of that name on the public index, if it is installed; ours is `ejkernel-jax`."""
-    if (found := _version("ejkernel")) != NOT_INSTALLED:
-        yield f"  another project, ejkernel {found}, is installed too; both write the folder ejkernel/, the later"
+    """A warning if the public index's project `ejkernel` is installed; this one is named `ejkernel-jax`."""
+    if (version := _version("ejkernel")) != NOT_INSTALLED:
+        yield f"  another project, ejkernel {version}, is installed too; both write the folder ejkernel/, the later"
         yield "  over the earlier. For this one alone: pip uninstall ejkernel ejkernel-jax, then install this one again"
 
 

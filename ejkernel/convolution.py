@@ -83,7 +83,7 @@ def causal_conv1d(
         >>> output.shape, state.shape
         ((2, 1, 64), (2, 3, 64))
     """
-    start = _checks.start(initial_state, states, reads, writes, at, segment_ids=segment_ids)
+    start = _checks.start(initial_state, (states, reads, writes, at), segment_ids=segment_ids)
     return _convolved(x, weight, bias, activation, start, cu_seqlens, segment_ids, platform, 0)
 
 

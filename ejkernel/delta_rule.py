@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from ejkernel import _bind, _checks, _pools
 from ejkernel._checks import AnyArray, Borders
-from ejkernel._dispatch import dispatch
 from ejkernel._front import public
 from ejkernel._normalization import normalized
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS, POOLED
@@ -45,32 +45,29 @@ def delta_rule(
         o_t = softmax_scale * S_tᵀ q_t
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -90,9 +87,8 @@ def delta_rule(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    arrays = _checks.delta_rule(query, key, value, beta, None, "", initial_state, cu_seqlens, segment_ids)
-    return _run(arrays, "none", softmax_scale, reverse, normalize, platform)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
+    return _run("none", query, key, value, beta, None, *options, (states, reads, writes, at))
 
 
 @public
@@ -123,34 +119,31 @@ def gated_delta_rule(
     Errors are those of `delta_rule`.
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -162,9 +155,8 @@ def gated_delta_rule(
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8), -0.1)
         >>> output, state = gated_delta_rule(query, key, value, g, beta, normalize=True)
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    arrays = _checks.delta_rule(query, key, value, beta, g, "H", initial_state, cu_seqlens, segment_ids)
-    return _run(arrays, "head", softmax_scale, reverse, normalize, platform)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
+    return _run("head", query, key, value, beta, g, *options, (states, reads, writes, at))
 
 
 @public
@@ -195,33 +187,30 @@ def kda(
     Errors are those of `delta_rule`.
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
         g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         normalize: Divide each query and key by `sqrt(sum of its squares + 1e-6)` first, in float32.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -233,40 +222,53 @@ def kda(
         >>> beta, g = jnp.full((2, 100, 8), 0.5), jnp.full((2, 100, 8, 64), -0.1)
         >>> output, state = kda(query, key, value, g, beta, normalize=True)
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    arrays = _checks.delta_rule(query, key, value, beta, g, "H K", initial_state, cu_seqlens, segment_ids)
-    return _run(arrays, "key", softmax_scale, reverse, normalize, platform)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
+    return _run("key", query, key, value, beta, g, *options, (states, reads, writes, at))
+
+
+# dimensions of `g` after the tokens
+GATE_DIMS: dict[Decay, str] = {"none": "", "head": "H", "key": "H K"}
 
 
 def _run(
-    arrays: _checks.DeltaRule,
     decay: Decay,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    beta: AnyArray,
+    g: AnyArray | None,
     softmax_scale: float | AnyArray | None,
+    initial_state: AnyArray | None,
     reverse: bool,
+    cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
     normalize: bool,
     platform: str | None,
+    slots: Any,
 ) -> Result:
-    if _pools.is_pooled(arrays):
-        options = decay, softmax_scale, reverse, normalize
-        return _pools.run(POOLED, arrays, lambda arrays: bind(arrays, *options, _pools.normalized_apart), platform)
-    call, operands = bind(arrays, decay, softmax_scale, reverse, normalize)
-    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
-    return (output[0] if arrays.unbatched else output), final_state
+    """The op with this decay; `slots` are its `states`, `reads`, `writes` and `at`."""
+    start = _checks.start(initial_state, slots, reverse, segment_ids)
+    gates = beta, g, GATE_DIMS[decay]
+    arrays = _checks.delta_rule(query, key, value, *gates, start, cu_seqlens, segment_ids)
+    divide = _pools.normalized_apart if _pools.is_pooled(arrays) else normalized
+
+    def bound(arrays: _checks.RecurrenceArrays) -> tuple[Call, tuple[jax.Array | None, ...]]:
+        return bind(arrays, decay, softmax_scale, reverse, normalize, divide)
+
+    return _bind.run(arrays, bound, IMPLEMENTATIONS, POOLED, platform)
 
 
 def bind(
-    arrays: _checks.DeltaRule,
+    arrays: _checks.RecurrenceArrays,
     decay: Decay,
     softmax_scale: float | AnyArray | None,
     reverse: bool,
     normalize: bool,
-    normalized: Callable[[jax.Array, float], jax.Array] = normalized,
+    divide: Callable[[jax.Array, float], jax.Array] = normalized,
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
-    """What the cores are called with."""
+    """The static facts of a call, and the arrays that its implementations take; `divide` is how it normalizes."""
     query, key = arrays.query, arrays.key
     if _checks.flag("normalize", normalize):
-        query, key = (
-            normalized(_bind.without_padding(arrays, x).astype(arrays.state_dtype), 1e-6) for x in (query, key)
-        )
+        query, key = (divide(_bind.without_padding(arrays, x).astype(arrays.state_dtype), 1e-6) for x in (query, key))
     call, query, state = _bind.recurrence(Call, arrays, query, softmax_scale, reverse, decay=decay)
     return call, (query, key, arrays.value, arrays.beta, arrays.g, state, _bind.sequences(arrays))

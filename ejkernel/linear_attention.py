@@ -3,14 +3,16 @@
 # aliases are shown by their names, not spelled out
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel import _bind, _checks, _pools, _sharding
+from ejkernel import _bind, _checks, _sharding
 from ejkernel._checks import AnyArray, Borders
-from ejkernel._dispatch import dispatch
 from ejkernel._front import public
 from ejkernel.kernels.linear_recurrence import IMPLEMENTATIONS, POOLED
 from ejkernel.kernels.linear_recurrence.call import Call, Decay
@@ -50,9 +52,8 @@ def recurrent(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
@@ -61,22 +62,20 @@ def recurrent(
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -102,9 +101,8 @@ def recurrent(
         >>> output.shape, states.shape
         ((150, 8, 64), (3, 8, 64, 64))
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, **gates)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
+    return _run(query, key, value, *options, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
 
 
 def _run(
@@ -117,22 +115,21 @@ def _run(
     cu_seqlens: Borders | None,
     segment_ids: AnyArray | None,
     platform: str | None,
+    slots: Any,
     **gates: AnyArray | None,
 ) -> Result:
-    """`recurrent` with these of its gates."""
+    """`recurrent` with these of its gates; `slots` are its `states`, `reads`, `writes` and `at`."""
+    start = _checks.start(initial_state, slots, reverse, segment_ids)
     sequences = {"borders": cu_seqlens, "segment_ids": segment_ids}
-    arrays = _checks.linear_attention(query, key, value, initial_state=initial_state, **sequences, **gates)
-    if _pools.is_pooled(arrays):
-        return _pools.run(POOLED, arrays, lambda arrays: bind(arrays, softmax_scale, reverse), platform)
-    call, operands = bind(arrays, softmax_scale, reverse)
-    output, final_state = dispatch(IMPLEMENTATIONS, call, *operands, platform=platform)
-    return (output[0] if arrays.unbatched else output), final_state
+    arrays = _checks.linear_attention(query, key, value, initial_state=start, **sequences, **gates)
+    bound = partial(bind, softmax_scale=softmax_scale, reverse=reverse)
+    return _bind.run(arrays, bound, IMPLEMENTATIONS, POOLED, platform)
 
 
 def bind(
-    arrays: _checks.LinearAttention, softmax_scale: float | AnyArray | None, reverse: bool
+    arrays: _checks.RecurrenceArrays, softmax_scale: float | AnyArray | None, reverse: bool
 ) -> tuple[Call, tuple[jax.Array | None, ...]]:
-    """What the cores are called with."""
+    """The static facts of a call, and the arrays that its implementations take."""
     value, gv = arrays.value, arrays.gv
     decay, log_decay = _log_decay(arrays)
     if gv is not None:
@@ -142,7 +139,7 @@ def bind(
     return call, (query, arrays.key, value, log_decay, gv, state, _bind.sequences(arrays))
 
 
-def _log_decay(arrays: _checks.LinearAttention) -> tuple[Decay, jax.Array | None]:
+def _log_decay(arrays: _checks.RecurrenceArrays) -> tuple[Decay, jax.Array | None]:
     """`g`, `gk` and `g_gamma` as one log decay, in the smallest of the shapes that the cores know."""
     gamma, gates = arrays.g_gamma, [gate for gate in (arrays.g, arrays.gk) if gate is not None]
     if gamma is not None:
@@ -196,31 +193,28 @@ def recurrent_gla(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -231,9 +225,8 @@ def recurrent_gla(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = recurrent_gla(query, key, value, g=jnp.full((2, 100, 8, 64), -0.1))
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    gates = {"g": g, "g_gamma": g_gamma}
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, **gates)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
+    return _run(query, key, value, *options, g=g, g_gamma=g_gamma)
 
 
 @public
@@ -263,30 +256,27 @@ def simple_gla(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -297,9 +287,9 @@ def simple_gla(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = simple_gla(query, key, value, g=jnp.full((2, 100, 8), -0.1))
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
     g = _checks.gate_per_head(g, query, key, value)
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, g=g)
+    return _run(query, key, value, *options, g=g)
 
 
 @public
@@ -328,28 +318,25 @@ def retention(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -360,9 +347,8 @@ def retention(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = retention(query, key, value)
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
     g_gamma = retention_decay(query, key, value)
-    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform
     return _run(query, key, value, *options, g_gamma=g_gamma)
 
 
@@ -402,31 +388,28 @@ def lightning_attn(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
             layers.
         num_layers: How many layers there are, an int of at least 1.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -437,9 +420,8 @@ def lightning_attn(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = lightning_attn(query, key, value, layer_idx=3, num_layers=12)
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
     g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
-    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform
     return _run(query, key, value, *options, g_gamma=g_gamma)
 
 
@@ -479,28 +461,25 @@ def linear_attention(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
         platform: Force one implementation (`"xla"`, …) instead of the fastest that supports the call.
-        states: A pool of states `[slots, H, K, V]`, in float32 or bfloat16, instead of `initial_state`, for serving. It
-            comes back in place of the final state with the slots in `writes` changed, in place if it was donated. Such
-            a call is not differentiable.
-        reads: int `[B]` (packed: `[N]`), the slot of `states` from which each sequence starts; -1 starts from nothing.
-            All reads come before all writes.
-        writes: int `[B]` (packed: `[N]`), the slot that gets each sequence's state after its last token; -1 writes
-            nowhere. With `at` `[B, C]` (packed: `[N, C]`).
-        at: int `[B, C]` (packed: `[N, C]`), after how many of a sequence's tokens in this call its state goes to
-            `writes`: from 0, what it started from, to all of them. Others write nowhere. `None` is after all of them.
+        states: For serving, a pool of states `[slots, H, K, V]`, float32 or bfloat16, instead of `initial_state`. It is
+            returned in place of the final state, written in place if it was donated. Such a call has no derivatives.
+        reads: int `[B]` (packed `[N]`), the slot that each sequence starts from, or -1: zeros. All reads come before
+            all writes.
+        writes: int `[B]` (packed `[N]`), the slot that gets each sequence's final state, or -1: none. With `at`
+            `[B, C]` (packed `[N, C]`).
+        at: int `[B, C]` (packed `[N, C]`), after how many of a sequence's tokens in this call its state is written:
+            from 0, what it started from, to all of them. Other numbers write nothing. `None`: after all tokens.
 
     Returns:
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
@@ -511,5 +490,5 @@ def linear_attention(
         >>> query = key = value = jnp.ones((2, 100, 8, 64))
         >>> output, state = linear_attention(query, key, value)
     """
-    initial_state = _checks.start(initial_state, states, reads, writes, at, reverse, segment_ids)
-    return _run(query, key, value, softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, platform, (states, reads, writes, at)
+    return _run(query, key, value, *options)

@@ -26,7 +26,7 @@ PACKING = ["xla_utils/test_utils.py", "xla_utils/test_cumsum.py"]
 TESTS = {
     **{
         f"ejkernel._checks.{each}": ["test_checks.py", "test_bad_calls.py"]
-        for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "delta_rule", "meshes")
+        for each in ("wording", "values", "arrays", "packing", "softmax", "recurrence", "meshes")
     },
     "ejkernel._dispatch": ["test_dispatch.py", "kernels/attention/test_cudnn_attention.py"],
     "ejkernel.xla_utils": ["xla_utils/test_utils.py"],

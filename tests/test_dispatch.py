@@ -102,7 +102,7 @@ def test_one_leaves_to_others_what_it_is_slower_at():
     assert choose(implementations, replace(call, refused_by=("middle",)))["cuda"] == hesitant
     assert choose(implementations, call, "fast")["cuda"] == hesitant
     alone = (replace(hesitant, devices=("cuda",)), MIDDLE, PLAIN)
-    found = _dispatch._explanation(alone, call, choose(alone, call), spread=False)
+    found = _dispatch._explanation(alone, call, choose(alone, call), partitioned=False)
     assert str(found) == "on cuda: middle\nelsewhere: plain\nnot fast: slower at large factors"
 
 
@@ -112,7 +112,7 @@ def test_one_leaves_to_what_serves_every_device_what_even_that_is_faster_at(on_a
     assert choose(implementations, call) == {"default": PLAIN}
     assert choose(implementations, Call())["cuda"] == slowest
     assert choose(implementations, call, "middle") == {"cuda": slowest}
-    found = _dispatch._explanation(implementations, call, choose(implementations, call), spread=False)
+    found = _dispatch._explanation(implementations, call, choose(implementations, call), partitioned=False)
     assert str(found) == "everywhere: plain\nnot middle: slower at large factors"
     # it could have served: nothing that the caller could change would be faster
     with warnings.catch_warnings(action="error"):

@@ -46,7 +46,7 @@ LAYERS = (
         "ejkernel.linear_attention",
         "ejkernel.paged_attention",
     ),
-    ("ejkernel.kernels._xla", "ejkernel._ops", "ejkernel.layers", "ejkernel.parallel"),
+    ("ejkernel.kernels._xla", "ejkernel.layers", "ejkernel.parallel"),
     ("ejkernel.demo",),
     ("ejkernel",),
 )

@@ -3,9 +3,8 @@
 Wrong shapes and values raise `ValueError`, wrong kinds of array `TypeError`. Code below the fronts trusts what passed.
 """
 
-from ejkernel._checks.arrays import AnyArray, array, factor, floating, grouped_heads, scalar, time_series, unbatched
-from ejkernel._checks.convolution import Convolution, activation, convolution
-from ejkernel._checks.delta_rule import DeltaRule, delta_rule
+from ejkernel._checks.arrays import AnyArray, array, factor, floating, scalar, time_series, unbatched
+from ejkernel._checks.convolution import activation, convolution
 from ejkernel._checks.meshes import bound_axis, divisible_time, even_slices, mesh_axis, ring_slices
 from ejkernel._checks.packing import (
     Borders,
@@ -15,13 +14,13 @@ from ejkernel._checks.packing import (
     segment_ids,
     static_total,
     token_mask,
-    token_segments,
 )
-from ejkernel._checks.paged import PagedAttention, PagedCache, integers, page_values, paged_attention
-from ejkernel._checks.pools import Pool, pool, slot_values, start
+from ejkernel._checks.paged import PagedAttention, PagedCache, page_values, paged_attention
+from ejkernel._checks.pools import Pool, slot_values, start
 from ejkernel._checks.recurrence import (
-    LinearAttention,
+    RecurrenceArrays,
     carried,
+    delta_rule,
     gate_per_head,
     heads,
     layer_input,
@@ -54,75 +53,4 @@ from ejkernel._checks.values import (
     power_of_two,
     real,
 )
-from ejkernel._checks.wording import Dims, fail, is_concrete, warn
-
-__all__ = [
-    "AnyArray",
-    "Borders",
-    "Convolution",
-    "DeltaRule",
-    "Dims",
-    "LinearAttention",
-    "PagedAttention",
-    "PagedCache",
-    "Pool",
-    "activation",
-    "array",
-    "attention_bias",
-    "attention_inputs",
-    "attention_mask",
-    "attention_segments",
-    "axis",
-    "block_sizes",
-    "bound_axis",
-    "carried",
-    "convolution",
-    "cu_seqlens",
-    "delta_rule",
-    "divisible_time",
-    "dropout",
-    "even_slices",
-    "factor",
-    "fail",
-    "flag",
-    "floating",
-    "floating_dtype",
-    "gate_per_head",
-    "grouped_heads",
-    "heads",
-    "integer_dtype",
-    "integers",
-    "is_concrete",
-    "known_size",
-    "layer_input",
-    "layer_number",
-    "linear_attention",
-    "mesh_axis",
-    "no_segments",
-    "one_row",
-    "packed_borders",
-    "page_values",
-    "paged_attention",
-    "pool",
-    "position",
-    "positive",
-    "positive_int",
-    "power_of_two",
-    "query_offset",
-    "real",
-    "ring_slices",
-    "scalar",
-    "segment_ids",
-    "sinks",
-    "sliding_window",
-    "slot_values",
-    "soft_cap",
-    "start",
-    "state_dtype",
-    "static_total",
-    "time_series",
-    "token_mask",
-    "token_segments",
-    "unbatched",
-    "warn",
-]
+from ejkernel._checks.wording import Dims, fail, warn

@@ -10,7 +10,7 @@ import numpy as np
 from ejkernel._checks.values import precision, real
 from ejkernel._checks.wording import Dims, fail
 
-# What callers may give for an array.
+# what callers may pass for an array
 AnyArray = jax.Array | np.ndarray
 
 
@@ -31,6 +31,29 @@ def floating(argument: str, x: Any) -> jax.Array:
     x = array(argument, x)
     precision(argument, x.dtype, "dtype ")
     return x
+
+
+def integers(argument: str, x: Any) -> jax.Array:
+    """`x` as a JAX array of an integer dtype."""
+    x = array(argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
+    return x
+
+
+def int32(argument: str, x: Any) -> jax.Array:
+    """`x`, an array of any integers, as int32; integers beyond int32 become its least or largest."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        # while `x` has all its bits, which JAX may cut off; NumPy makes a number of an array without dimensions
+        x = np.asarray(np.clip(x, *_int32_limits(x.dtype)))
+    x = integers(argument, x)
+    return x if x.dtype == jnp.int32 else jnp.clip(x, *_int32_limits(x.dtype)).astype(jnp.int32)
+
+
+def _int32_limits(dtype: Any) -> tuple[int, int]:
+    """The least and the largest number of `dtype` that int32 has too."""
+    limits = np.iinfo(dtype)
+    return max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)
 
 
 def scalar(argument: str, x: Any) -> jax.Array:

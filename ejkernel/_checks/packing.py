@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ejkernel._checks.arrays import array
+from ejkernel._checks.arrays import array, integers
 from ejkernel._checks.wording import Dims, fail, is_concrete
 
-# What callers may give for `cu_seqlens`.
+# what callers may pass for `cu_seqlens`
 Borders = ArrayLike | Sequence[int]
 
 
@@ -72,9 +72,7 @@ def _room(argument: str, total: Any, needed: int | None, source: str) -> int:
 
 def segment_ids(ids: Any, sequences: Any) -> tuple[jax.Array, int]:
     """`ids` as an integer array `[B, T]`, and `sequences`, room for its runs of equal ids."""
-    checked, runs = array("ids", ids), None
-    if not jnp.issubdtype(checked.dtype, jnp.integer):
-        raise TypeError(f"ids: got dtype {checked.dtype}; expected an integer dtype")
+    checked, runs = integers("ids", ids), None
     if checked.ndim != 2:
         fail("ids", f"shape {checked.shape}", "[B, T]")
     if is_concrete(ids):
@@ -94,9 +92,7 @@ def token_segments(
     """
     if borders is not None:
         fail(argument, "ids beside cu_seqlens", "one of the two")
-    checked = array(argument, ids)
-    if not jnp.issubdtype(checked.dtype, jnp.integer):
-        raise TypeError(f"{argument}: got dtype {checked.dtype}; expected an integer dtype")
+    checked = integers(argument, ids)
     dims.match(argument, checked, pattern)
     if isinstance(ids, np.ndarray) and (ids != (held := ids.astype(checked.dtype))).any():
         # JAX counts in fewer bits unless x64 is on, and ids that are cut off may coincide

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._checks.arrays import array, floating, grouped_heads
+from ejkernel._checks.arrays import floating, grouped_heads, int32
 from ejkernel._checks.packing import cu_seqlens
 from ejkernel._checks.values import known_size, positive_int
 from ejkernel._checks.wording import Dims, fail, is_concrete
@@ -63,7 +63,7 @@ def paged_attention(
             dims.match("value", value, "T Hkv Dv")
     checked_borders = cu_seqlens(borders, dims["T"])
     dims.bind("N", known_size("cu_seqlens", checked_borders.shape[0] - 1, "sequences"), "cu_seqlens")
-    checked_table, checked_lengths = integers("table", table), integers("lengths", lengths)
+    checked_table, checked_lengths = int32("table", table), int32("lengths", lengths)
     dims.match("table", checked_table, "N M")
     dims.match("lengths", checked_lengths, "N")
     page_values(dims, table, lengths, borders if key is not None else None)
@@ -94,21 +94,6 @@ def _pages(dims: Dims, pages: Any, value_dim: Any) -> PagedCache:
     value = floating("pages.value", pages.value)
     dims.match("pages.value", value, "P page Hkv Dv")
     return PagedCache(key, value)
-
-
-def integers(argument: str, x: Any) -> jax.Array:
-    """`x`, an array of any integers, as int32; those beyond as far as that goes."""
-    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
-        x = np.clip(x, *_int32(x.dtype)).astype(np.int32)  # as long as it has all its bits
-    x = array(argument, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{argument}: got dtype {x.dtype}; expected an integer dtype")
-    return x if x.dtype == jnp.int32 else jnp.clip(x, *_int32(x.dtype)).astype(jnp.int32)
-
-
-def _int32(dtype: Any) -> tuple[int, int]:
-    limits = np.iinfo(dtype)
-    return max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)
 
 
 def page_values(dims: Dims, table: Any, lengths: Any, borders: Any, argument: str = "table") -> None:

@@ -1,4 +1,4 @@
-"""The arguments of the linear recurrence, its family and their layers."""
+"""The arguments of the gated linear recurrence, of the delta rule and of their layers."""
 
 from typing import Any, NamedTuple
 
@@ -18,26 +18,27 @@ def state_dtype(query: Any) -> np.dtype:
     return np.dtype(np.float64 if floating("query", query).dtype == np.float64 else np.float32)
 
 
-class LinearAttention(NamedTuple):
-    """The arrays of `recurrent`, checked, with a batch dimension, and what follows from their shapes."""
+class RecurrenceArrays(NamedTuple):
+    """The arrays of a recurrence, checked and with a batch dimension, and what follows from their shapes."""
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    g: jax.Array | None
-    g_gamma: jax.Array | None
-    gk: jax.Array | None
-    gv: jax.Array | None
     initial_state: Any  # an array, a `Pool` or `None`
     cu_seqlens: jax.Array | None
     segment_ids: jax.Array | None
     sequences: int
     unbatched: bool
+    g: jax.Array | None = None
+    gk: jax.Array | None = None
+    gv: jax.Array | None = None
+    g_gamma: jax.Array | None = None
+    beta: jax.Array | None = None  # the delta rule's, and `None` in every other recurrence
 
     @property
     def heads(self) -> int:
         """Of gates, states and output; query, key and value each have a number that divides it."""
-        return max(each.shape[2] for each in (self.query, self.key, self.value))
+        return max(x.shape[2] for x in (self.query, self.key, self.value, self.beta) if x is not None)
 
     @property
     def state_dtype(self) -> np.dtype:
@@ -56,41 +57,96 @@ def linear_attention(
     initial_state: Any = None,
     borders: Any = None,
     segment_ids: Any = None,
-) -> LinearAttention:
+) -> RecurrenceArrays:
     """The arguments of `recurrent`; `borders` is its `cu_seqlens`."""
-    query = floating("query", query)
-    unbatched = borders is not None and query.ndim == 3
-    lead = "T" if unbatched else "B T"
-    dims = Dims()
-    dims.match("query", query, f"{lead} H K")
-    arrays = {"query": query}
-    for name, x, pattern in (
-        ("key", key, f"{lead} Hk K"),
-        ("value", value, f"{lead} Hv V"),
-    ):
-        arrays[name] = floating(name, x)
-        dims.match(name, arrays[name], pattern)
+    dims, query = Dims(), floating("query", query)
+    unbatched, lead = _token_dims(query, borders)
+    arrays = _matched(dims, lead, query=(query, "H K"), key=(key, "Hk K"), value=(value, "Hv V"))
     known = (("query", "T", "tokens"), ("query", "K", "key dims"), ("value", "V", "value dims"))
     for name, letter, what in known:
         known_size(name, dims[letter], what)
-    _bind_heads(dims, {"query": dims["H"], "key": dims["Hk"], "value": dims["Hv"]})
-    for name, x, pattern in (("g", g, "H 1|K"), ("gk", gk, "H 1|K"), ("gv", gv, "H 1|V")):
-        if x is not None:
-            arrays[name] = floating(name, x)
-            dims.match(name, arrays[name], f"{lead} {pattern}")
-    ids = None if segment_ids is None else token_segments(dims, segment_ids, borders)
+    counts = {"query": dims["H"], "key": dims["Hk"], "value": dims["Hv"]}
+    for name, count in counts.items():
+        known_size(name, count, "heads")
+    most = max(counts, key=lambda name: counts[name])
+    dims.bind("H", counts[most], most)
+    _heads_divide(dims, counts, most)
+    gates = {"g": (g, "H 1|K"), "gk": (gk, "H 1|K"), "gv": (gv, "H 1|V")}
+    arrays |= _matched(dims, lead, **{name: each for name, each in gates.items() if each[0] is not None})
+    return _with_sequences(dims, arrays, g_gamma, initial_state, borders, segment_ids, unbatched)
+
+
+def delta_rule(
+    query: Any,
+    key: Any,
+    value: Any,
+    beta: Any,
+    g: Any,
+    gate: str,
+    initial_state: Any,
+    borders: Any,
+    segment_ids: Any = None,
+) -> RecurrenceArrays:
+    """The arguments of the delta rule; `gate` is the pattern of `g` after the tokens, if it has one."""
+    dims, query = Dims(), floating("query", query)
+    unbatched, lead = _token_dims(query, borders)
+    # beta says how many heads there are
+    arrays = _matched(dims, lead, beta=(beta, "H"), query=(query, "Hq K"), key=(key, "Hk K"), value=(value, "Hv V"))
+    known_size("beta", dims["T"], "tokens")
+    known_size("beta", dims["H"], "heads")
+    for name in ("query", "key", "value"):
+        known_size(name, arrays[name].shape[-1], "dims")
+        known_size(name, arrays[name].shape[-2], "heads")
+    _heads_divide(dims, {"query": dims["Hq"], "key": dims["Hk"], "value": dims["Hv"]}, "beta")
+    if gate:
+        arrays |= _matched(dims, lead, g=(g, gate))
+    return _with_sequences(dims, arrays, None, initial_state, borders, segment_ids, unbatched)
+
+
+def _token_dims(query: jax.Array, borders: Any) -> tuple[bool, str]:
+    """Whether arrays are packed without a batch dimension, and the pattern of the dimensions before heads."""
+    unbatched = borders is not None and query.ndim == 3
+    return unbatched, "T" if unbatched else "B T"
+
+
+def _matched(dims: Dims, lead: str, **arrays: tuple[Any, str]) -> dict[str, jax.Array]:
+    """Floating arrays by name, each matched against its pattern behind `lead`."""
+    checked = {}
+    for name, (x, pattern) in arrays.items():
+        checked[name] = floating(name, x)
+        dims.match(name, checked[name], f"{lead} {pattern}")
+    return checked
+
+
+def _heads_divide(dims: Dims, counts: dict[str, int], largest: str) -> None:
+    """The number of heads of each array divides `H`, which is that of the array `largest`."""
+    for name, count in counts.items():
+        if count == 0 or dims["H"] % count:
+            fail(name, f"{count} heads", f"a divisor of {largest}'s {dims['H']} heads")
+
+
+def _with_sequences(
+    dims: Dims, arrays: dict[str, jax.Array], g_gamma: Any, initial_state: Any, borders: Any, ids: Any, unbatched: bool
+) -> RecurrenceArrays:
+    """`arrays` beside what a recurrence has for each sequence, which is checked here."""
+    ids = None if ids is None else token_segments(dims, ids, borders)
     borders = packed(dims, borders, unbatched)
     if g_gamma is not None:
         g_gamma = floating("g_gamma", g_gamma)
         dims.match("g_gamma", g_gamma, "H", f"1|{rows(dims)} H")
     if initial_state is not None:
-        initial_state = state(dims, initial_state, borders)
+        initial_state = _state(dims, initial_state, borders)
     if unbatched:
         arrays = {name: x[None] for name, x in arrays.items()}
-    query, key, value = arrays["query"], arrays["key"], arrays["value"]
-    g, gk, gv = (arrays.get(name) for name in ("g", "gk", "gv"))
-    sequences = dims[rows(dims)]
-    return LinearAttention(query, key, value, g, g_gamma, gk, gv, initial_state, borders, ids, sequences, unbatched)
+    return RecurrenceArrays(
+        **arrays,
+        g_gamma=g_gamma,
+        initial_state=initial_state,
+        cu_seqlens=borders,
+        segment_ids=ids,
+        sequences=dims[rows(dims)],
+        unbatched=unbatched,
+    )
 
 
 def rows(dims: Dims) -> str:
@@ -109,24 +165,13 @@ def packed(dims: Dims, borders: Any, unbatched: bool) -> jax.Array | None:
     return borders
 
 
-def state(dims: Dims, x: Any, borders: Any) -> jax.Array | Pool:
+def _state(dims: Dims, x: Any, borders: Any) -> jax.Array | Pool:
     """`initial_state`, one for each sequence or one for all, or a pool of states."""
     if isinstance(x, Pool):
         return pool(dims, rows(dims), x, "H K V", borders, STATES)
     x = floating("initial_state", x)
     dims.match("initial_state", x, "H K V", f"{rows(dims)} H K V")
     return x
-
-
-def _bind_heads(dims: Dims, counts: dict[str, int]) -> None:
-    """`H` is the largest number of heads that an array has, and any other divides it: heads may share each array."""
-    for name, count in counts.items():
-        known_size(name, count, "heads")
-    most = max(counts, key=lambda name: counts[name])
-    dims.bind("H", counts[most], most)
-    for name, count in counts.items():
-        if count == 0 or counts[most] % count:
-            fail(name, f"{count} heads", f"a divisor of {most}'s {counts[most]} heads")
 
 
 def heads(query: Any, key: Any, value: Any) -> int:

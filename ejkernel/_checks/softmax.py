@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._checks.arrays import array, floating, grouped_heads
+from ejkernel._checks.arrays import array, floating, grouped_heads, int32
 from ejkernel._checks.packing import token_segments
 from ejkernel._checks.values import flag, positive, positive_int, real
 from ejkernel._checks.wording import Dims, fail, is_concrete
@@ -23,24 +23,13 @@ def attention_inputs(dims: Dims, query: Any, key: Any, value: Any) -> tuple[jax.
 
 
 def query_offset(offset: Any, rows: int) -> jax.Array | None:
-    """`offset` as int32 `[1]` or `[rows]`, `None` if it is 0; beyond int32 as far as that goes."""
+    """`offset` as int32 `[1]` or `[rows]`, `None` if it is 0; numbers beyond int32 become its least or largest."""
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         return None if offset == 0 else jnp.full(1, min(max(offset, -(2**31)), 2**31 - 1), jnp.int32)
-    if isinstance(offset, np.ndarray) and offset.dtype.kind in "iu":
-        offset = _within_int32(offset, np)  # as long as it has all its bits
-    offset = array("query_offset", offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"query_offset: got dtype {offset.dtype}; expected an integer dtype")
-    offset = _within_int32(offset, jnp)
+    offset = int32("query_offset", offset)
     if offset.shape not in ((), (1,), (rows,)):
         fail("query_offset", f"shape {offset.shape}", f"one int, or [{rows}]: one for each row or packed sequence")
-    return offset.reshape(-1).astype(jnp.int32)
-
-
-def _within_int32(x: Any, numpy: Any) -> Any:
-    limits = np.iinfo(x.dtype)
-    # NumPy makes a number of an array without dimensions
-    return numpy.asarray(numpy.clip(x, max(int(limits.min), -(2**31)), min(int(limits.max), 2**31 - 1)))
+    return offset.reshape(-1)
 
 
 def attention_segments(dims: Dims, ids: Any, ids_kv: Any) -> tuple[jax.Array, jax.Array] | tuple[None, None]:

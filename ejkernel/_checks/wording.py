@@ -1,5 +1,6 @@
 """What an error says: the argument, what it got, what would fit."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -50,17 +51,15 @@ class Dims:
     def match(self, argument: str, x: Any, *patterns: str, hint: str = "") -> None:
         """Checks `x` against the first pattern of its rank, binding letters not seen before; errors end in `hint`."""
         shape = tuple(x.shape)
-        of_rank = [pattern.split() for pattern in patterns if len(pattern.split()) == len(shape)]
-        if not of_rank:
-            fail(argument, f"shape {shape}", self._words([each.split() for each in patterns]) + hint)
+        of_rank = [words for words in map(_words, patterns) if len(words) == len(shape)]
         for words in of_rank:
-            if all(self._fits(word, size) for word, size in zip(words, shape, strict=True)):
-                for word, size in zip(words, shape, strict=True):
-                    if word.isalpha() and word not in self.sizes:
-                        self.sizes[word] = size
-                        self._source[word] = argument
+            others = [(word, size) for word, size in zip(words, shape, strict=True) if self.sizes.get(word) != size]
+            if all(self._fits(word, size) for word, size in others):
+                for word, size in others:
+                    if word not in self.sizes and word.isalpha():
+                        self.bind(word, size, argument)
                 return
-        fail(argument, f"shape {shape}", self._words(of_rank) + hint)
+        fail(argument, f"shape {shape}", self._expected(of_rank or [*map(_words, patterns)]) + hint)
 
     def bind(self, letter: str, size: int, argument: str) -> None:
         """Says what a letter stands for from here on, and whose size that is."""
@@ -71,7 +70,7 @@ class Dims:
             return any(self._fits(part, size) for part in word.split("|"))
         return self.sizes.get(word, size) == size if word.isalpha() else size == int(word)
 
-    def _words(self, patterns: Sequence[Sequence[str]]) -> str:
+    def _expected(self, patterns: Sequence[Sequence[str]]) -> str:
         letters = list(dict.fromkeys(part for words in patterns for word in words for part in word.split("|")))
         known = [letter for letter in letters if letter in self.sizes]
         text = " or ".join(f"[{', '.join(words)}]" for words in patterns)
@@ -84,3 +83,8 @@ class Dims:
         if sources:
             text += " (" + "; ".join(f"{', '.join(each)} as in {name}" for name, each in sources.items()) + ")"
         return text
+
+
+@functools.cache
+def _words(pattern: str) -> tuple[str, ...]:
+    return tuple(pattern.split())

@@ -1,4 +1,4 @@
-"""A call to be timed: its sizes, its arrays, and what it must cost at least."""
+"""A call to be timed: its sizes, its arrays, and the operations and bytes that it needs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Shape:
 def inputs(op: Op, shape: Shape) -> Arrays:
     """Arrays to call `op` with. Log decays are float32, as models have them, and mild, as trained ones are.
 
-    Keys of the delta rule have length 1. Those of the convolution are as `Op.results` takes them.
+    Keys of the delta rule have length 1. The convolution's arrays are as `Op.results` takes them.
     """
     gates = op.gates if op.benchmark_gates is None else op.benchmark_gates
     keys = iter(jax.random.split(jax.random.key(0), 3 + len(gates)))
@@ -47,7 +47,7 @@ def inputs(op: Op, shape: Shape) -> Arrays:
 
 
 def cotangent(shape: Shape) -> jax.Array:
-    """Of the output."""
+    """A cotangent of the output."""
     tokens = (shape.batch, shape.tokens, shape.heads, shape.dim)
     return jax.random.normal(jax.random.key(1), tokens).astype(shape.dtype)
 
@@ -69,5 +69,5 @@ def flops(op: Op, shape: Shape, gradient: bool) -> int:
 
 
 def moved_bytes(*arrays: Any) -> int:
-    """What must move at least: every array given or returned, once."""
+    """The bytes of all arguments and results, each of which moves once at least."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

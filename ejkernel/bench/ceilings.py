@@ -1,4 +1,4 @@
-"""What this machine can do at best: bytes a second of a copy, operations a second of a large matrix product."""
+"""The most that this machine reaches: bytes a second of a copy, operations a second of a large matrix product."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ def copy_rate(*, quick: bool = False) -> float:
 
 
 def matmul_rate(dtype: str, *, quick: bool = False) -> float:
-    """Operations a second in `dtype`, as itself: float32 is not shortened to fewer bits."""
+    """Operations a second in `dtype`, where float32 keeps all of its bits."""
     size = 512 if quick else MATRIX.get(jax.default_backend(), MATRIX["gpu"])
     x = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
     product = jax.jit(functools.partial(jnp.matmul, precision="highest"))

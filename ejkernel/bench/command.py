@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ejkernel import __version__
-from ejkernel._command_line import no_device, quietly, whole
+from ejkernel._command_line import no_device, whole
 from ejkernel._ops import COMMON, Op
 from ejkernel.bench import ceilings, results
 from ejkernel.bench.calls import DIRECTIONS, DTYPES, Shape
@@ -38,7 +38,7 @@ was measured so far written as asked.
 
 def main(
     arguments: Sequence[str] | None = None,
-    prog: str = "python -m ejkernel.bench.command",
+    prog: str = "ejkernel bench",
     peers: Mapping[str, Peer] = PEERS,
 ) -> int:
     parser = argparse.ArgumentParser(
@@ -52,18 +52,9 @@ def main(
     for what, given, known in (("op", options.ops, COMMON), ("peer", options.peer or [], {**peers, "none": None})):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
-    try:
-        if options.json is not None:
-            results.check_writable(options.json)
-        return _run(options, peers)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.json is not None:
+        results.check_writable(options.json)
+    return _run(options, peers)
 
 
 def _add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer]) -> None:
@@ -222,7 +213,3 @@ def _lines(report: Report, rows: Sequence[Row], last: Sequence[Row]) -> Iterator
 
 def _or_dash(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-if __name__ == "__main__":
-    sys.exit(quietly(main))

@@ -27,7 +27,7 @@ GROUP_S = 8.0  # rounds are given up, down to three, to keep a group of candidat
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is tried: rounds, and the longest call that is waited for."""
+    """How many rounds are timed, and how long a call may take."""
 
     rounds: int = 11
     call_s: float = 5.0
@@ -36,7 +36,7 @@ class Limits:
 def measure(
     op: Op, shape: Shape, direction: str, peers: Sequence[Peer], before: Sequence[Row], limits: Limits
 ) -> list[Row]:
-    """A row for the op and each of its peers; `before` are the rows so far, which predict what would take too long."""
+    """A row for the op and each of its peers; rows `before` tell which calls would take too long."""
     gradient = direction != "forward"
     arrays = inputs(op, shape)
     upstream = cotangent(shape) if gradient else None
@@ -55,10 +55,8 @@ def measure(
         rows[who] = row
     ready = {who: each for who, each in programs.items() if each is not None}
     gradients = arrays if gradient else {}
-    moved, operations = (
-        moved_bytes(arrays, upstream, gradients, arrays["x" if op.core == "convolution" else "value"]),
-        flops(op, shape, gradient),
-    )
+    moved = moved_bytes(arrays, upstream, gradients, arrays["x" if op.core == "convolution" else "value"])
+    operations = flops(op, shape, gradient)
     for who, times in _timed(ready, limits).items():
         rows[who] = replace(rows[who], bytes=moved, flops=operations, **times)
     return list(rows.values())
@@ -84,25 +82,25 @@ def _reason_to_skip(row: Row, op: Op, before: Sequence[Row], limits: Limits) -> 
         if seconds > limits.call_s:
             return f"would take about {seconds:.2g} s a call, from {last.tokens} tokens (--limit {limits.call_s:g})"
     sizes = [(each.tokens, each.temporary_bytes) for each in shorter if each.temporary_bytes]
-    there = _memory()
-    if len(sizes) > 1 and there is not None:
-        # on as it grew last; compiling what cannot run takes long on a GPU, and fills the screen with complaints
+    free = _memory()
+    if len(sizes) > 1 and free is not None:
+        # if it grows as before; compiling a program that does not fit takes long on a GPU, and prints many errors
         (tokens, size), (longer, larger) = sizes[-2:]
         growth = math.log(larger / size) / math.log(longer / tokens)
         needed = larger * (row.tokens / longer) ** growth
-        if needed > there:
-            return f"would need about {needed / 2**30:.3g} GiB beside its arrays, and {there / 2**30:.3g} GiB are free"
+        if needed > free:
+            return f"would need about {needed / 2**30:.3g} GiB beside its arrays, and {free / 2**30:.3g} GiB are free"
     return None
 
 
 def _prepared(row: Row, build: Callable[[], Program], expected: "_Expected") -> tuple[Row, Program | None]:
-    """The program compiled, held against the memory there is, run once and checked."""
+    """The row of a program that is compiled, compared with the free memory, run once and checked; and the program."""
     try:
         program = build()
         row = replace(row, compile_s=program.compile_s, temporary_bytes=program.temporary_bytes)
-        needed, there = program.temporary_bytes or 0, _memory()
-        if there is not None and needed > there:
-            sizes = f"needs {needed / 2**30:.3g} GiB beside its arrays, and {there / 2**30:.3g} GiB are free"
+        needed, free = program.temporary_bytes or 0, _memory()
+        if free is not None and needed > free:
+            sizes = f"needs {needed / 2**30:.3g} GiB beside its arrays, and {free / 2**30:.3g} GiB are free"
             return replace(row, left_out=sizes), None
         results = program.call()
         program.wait(results)
@@ -120,7 +118,7 @@ def _prepared(row: Row, build: Callable[[], Program], expected: "_Expected") -> 
 
 
 class _Expected:
-    """The float64 results, computed when first asked for, and once for all candidates."""
+    """The float64 results, computed at the first use and then shared by all candidates."""
 
     def __init__(self, op: Op, arrays: Arrays, upstream: jax.Array | None, shape: Shape) -> None:
         self.op, self.arrays, self.upstream, self.shape = op, arrays, upstream, shape
@@ -167,7 +165,7 @@ def _timed(programs: Mapping[str, Program], limits: Limits) -> dict[str, dict[st
 
 
 def _mean_ms(program: Program, count: int) -> float:
-    """Of `count` calls. A GPU is kept busy with them; on a CPU each is waited for, lest they run side by side."""
+    """Mean milliseconds of `count` calls: queued on a GPU, one by one on a CPU, where they would run in parallel."""
     on_cpu = jax.default_backend() == "cpu"
 
     def calls() -> Any:

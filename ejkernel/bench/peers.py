@@ -1,4 +1,4 @@
-"""What the ops are compared with: other ways to compute the same, where they are installed."""
+"""Peers: other ways to compute the same as an op, where they are installed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Peer:
 
     Attributes:
         name: What `--peer` calls it.
-        description: In words.
+        description: What it is, in words.
         missing: Why it cannot be used here and what to install, or `None`.
-        computes: Whether it computes an op, apart from what is missing here.
-        program: From the op, its inputs and perhaps the cotangent.
+        computes: Whether it can compute an op, on a machine with everything installed.
+        program: `program(op, inputs, cotangent)`; with `None` for the cotangent, the forward pass alone.
     """
 
     name: str

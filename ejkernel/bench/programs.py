@@ -1,4 +1,4 @@
-"""A call made ready to be timed: compiled, with its memory known before it runs."""
+"""A call that is ready to be timed: compiled, with its memory known before it runs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ class Program:
     """A call without arguments.
 
     Attributes:
-        call: Starts it and returns its results, perhaps before they are there.
-        wait: Takes what `call` returned, and returns once it is there.
-        read: Takes what `call` returned and a head; the first row's output and gradients of it by name.
-        compile_s: How long it took to make.
-        temporary_bytes: Memory beside arguments and results, `None` where nobody knows.
+        call: Starts the call and returns its results, perhaps before they are computed.
+        wait: Takes the results, and returns when they are computed.
+        read: Takes the results and a head; gives the output and the gradients of that head in the first row, by name.
+        compile_s: How long compiling took.
+        temporary_bytes: Memory beside arguments and results; `None` if the backend does not tell.
     """
 
     call: Callable[[], Any]
@@ -55,7 +55,7 @@ def compiled(function: Callable[..., jax.Array], inputs: Arrays, cotangent: jax.
 
 
 def one_head(arrays: Mapping[str, jax.Array], head: int) -> dict[str, np.ndarray]:
-    """Of the first row, cut out before it leaves the device."""
+    """One head of the first row of each array, sliced before it leaves the device."""
     return {name: np.asarray(x[0, :, head], np.float32) for name, x in arrays.items()}
 
 

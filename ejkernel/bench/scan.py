@@ -1,4 +1,4 @@
-"""The recurrences as everybody writes them first: a `lax.scan` over tokens, differentiated by JAX."""
+"""The recurrences in their simplest form: a `lax.scan` over tokens, differentiated by JAX."""
 
 from typing import Any
 

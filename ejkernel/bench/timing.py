@@ -1,4 +1,4 @@
-"""Times functions against each other in one run, so that what else the machine does affects all of them."""
+"""Times functions against each other in one run, so that other load on the machine affects all of them."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import jax
 
 
 def in_rounds(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each clock reads, once a round, `rounds` times over."""
+    """What each clock measures in each of `rounds`, by name."""
     order = list(clocks)
     times: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):

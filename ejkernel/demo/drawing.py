@@ -1,4 +1,4 @@
-"""Lines as SVG, by matplotlib: the same text for the same numbers, legible on white and black."""
+"""Line plots as SVG, by matplotlib: the same file for the same numbers, legible on white and on black."""
 
 import io
 import math
@@ -70,10 +70,10 @@ def lines(
     size: tuple[int, int] = (640, 400),
     colours: Mapping[str, int] | None = None,
 ) -> str:
-    """`curves` along an x axis of numbers; a logarithmic one is marked at the points' own values.
+    """The `curves` as SVG; a logarithmic x axis is marked at the values of the points.
 
-    `size` is that with a legend of one line. `colours` gives curves numbers of `COLOURS` so that a name looks the same
-    in several pictures.
+    `size` is in pixels, with a legend of one line. `colours` are indices of `COLOURS` by curve, so that a curve looks
+    the same in several pictures.
     """
     look = looks(list(curves), colours)
     with Picture(title, size) as picture:
@@ -100,7 +100,7 @@ def lines(
 
 
 class Picture:
-    """A figure of matplotlib's, with its settings in force for as long as it is drawn."""
+    """A figure of matplotlib, inside whose context matplotlib has our settings."""
 
     def __init__(self, title: str, size: tuple[int, int]) -> None:
         import matplotlib
@@ -128,7 +128,7 @@ class Picture:
         self.settings.__exit__(*error)
 
     def up_axis(self, values: Sequence[float], log: bool) -> tuple[float, float]:
-        """Makes the y axis hold `values`, and says from where to where it goes."""
+        """Makes the y axis hold `values`, and returns its limits."""
         self.axes.grid(axis="y")
         if log:
             return logarithmic(self.axes.set_yscale, self.axes.yaxis, self.axes.set_ylim, values)
@@ -137,7 +137,7 @@ class Picture:
         return self.axes.get_ylim()
 
     def svg(self, handles: Sequence[Any], names: Sequence[str]) -> str:
-        """The picture with a legend in as many columns as fit; a long one takes nothing away from what is drawn."""
+        """The picture as SVG, with a legend in as many columns as fit, and higher by as much as the legend needs."""
         width, height = self.size
         for columns in range(min(len(names), width // 80), 0, -1):  # hardly a name takes less
             look = {"title": self.title, "alignment": "left", "columnspacing": 1.2, "handlelength": 1.6}
@@ -154,7 +154,7 @@ class Picture:
 
 
 def logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[float]) -> tuple[float, float]:
-    """From a power of ten to another."""
+    """Makes an axis logarithmic, from one power of ten to another, and returns these."""
     from matplotlib.ticker import LogLocator
 
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -168,22 +168,22 @@ def logarithmic(set_scale: Any, axis: Any, set_limits: Any, values: Sequence[flo
 
 
 def looks(names: Sequence[str], colours: Mapping[str, int] | None) -> dict[str, tuple[str, str]]:
-    """Of each name its colour and its mark."""
+    """The colour and the mark of each name."""
     numbers = {name: (colours or {}).get(name, number) for number, name in enumerate(names)}
     return {name: (COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]) for name, number in numbers.items()}
 
 
 def _apart(xs: Sequence[float]) -> list[float]:
-    """Those of the sorted `xs` that are far enough from each other for words on a logarithmic axis."""
-    kept: list[float] = []
+    """The sorted `xs` without those whose labels would overlap on a logarithmic axis."""
+    apart: list[float] = []
     for x in xs:
-        if not kept or math.log(x / kept[-1]) >= math.log(xs[-1] / xs[0]) / 9:
-            kept.append(x)
-    return kept
+        if not apart or math.log(x / apart[-1]) >= math.log(xs[-1] / xs[0]) / 9:
+            apart.append(x)
+    return apart
 
 
 def _number(value: float) -> str:
-    """In few letters: there is little room beside an axis."""
+    """`value` in few letters, as there is little room beside an axis."""
     return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:g}"
 
 
@@ -192,7 +192,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def _tidied(svg: str, title: str, width: int, height: int) -> str:
-    """For a file of its own or a page that holds several: in pixels, with a name, dark where the screen is."""
+    """The SVG made fit for a page with several: in pixels, with a title, and with dark colours for dark screens."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     # names that nothing refers to would stand more than once in a page
     svg = re.sub(r' id="(?![mpC][0-9a-f]{6})[^"]*"', "", svg)

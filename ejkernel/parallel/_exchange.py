@@ -1,4 +1,4 @@
-"""What slices of tokens do to a state, exchanged between devices: all gathered at once, or in a tree.
+"""The effects of slices of tokens on a state, exchanged between devices: all gathered at once, or in a tree.
 
 A slice applies a transition to its start state and adds a state: both together are its effect. The start state of a
 slice follows from the initial state and the effects of the slices before it. With `S` bytes an effect and `P` devices,
@@ -19,7 +19,7 @@ from jax import lax
 from ejkernel import _sharding
 from ejkernel.kernels import _varying
 
-# What a link carries in the time that a message takes to arrive, 50 GB/s for 5 µs: a step costs that much beside `S`.
+# A step of the tree costs as much as this many bytes more: what a link of 50 GB/s carries in a latency of 5 µs.
 BYTES_OF_A_STEP = 250_000
 
 
@@ -43,6 +43,7 @@ class Algebra:
 
 
 def tree_steps(devices: int) -> int:
+    """How many collectives a tree takes."""
     return 1 + math.ceil(math.log2(max(devices - 1, 1)))
 
 
@@ -54,7 +55,7 @@ def by_tree(devices: int, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Slices over the devices of a mesh axis, from the first to the last or `reverse`."""
+    """The exchange between slices, one for each device of a mesh axis, visited first to last or `reverse`."""
 
     algebra: Algebra
     axis: str
@@ -71,8 +72,8 @@ class Exchange:
     ) -> tuple[jax.Array, jax.Array, Any]:
         """From the initial state and this slice's effect: the final state, the slice's start state, and residuals.
 
-        The final state is the same on all devices. `backward` takes the residuals. `passes [devices, N]` says of all
-        slices whether a state gets through them; `None` stands for all.
+        The final state is the same on all devices. `backward` takes the residuals. `passes [devices, N]` says for all
+        slices whether the state after a slice depends on the state before it; `None` says that all do.
         """
         effect = self.algebra.pack(transition, added)
         if passes is None and self._by_tree(added):
@@ -85,8 +86,8 @@ class Exchange:
     ) -> tuple[jax.Array, jax.Array]:
         """The cotangents of the initial state and of the state at the end of this slice.
 
-        `d_start` is the cotangent of this slice's start state by way of its own output. The exchange is one in the
-        order opposite to that of the forward pass.
+        `d_start` is the cotangent of this slice's start state through this slice's output alone. The exchange goes in
+        the order opposite to that of the forward pass.
         """
         transition = self.algebra.transpose(residuals)
         if passes is None and self._by_tree(d_start):
@@ -99,7 +100,7 @@ class Exchange:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The arrays of all devices, `[devices, …]`."""
-        # untracked, nothing is known to be the same on all devices
+        # without tracking, JAX does not know of any array that it is the same on all devices
         return lax.all_gather(x, self.axis, to="invarying" if self.tracked else "varying")
 
     def _scan(
@@ -111,7 +112,7 @@ class Exchange:
             transition, added, passes = effect
             following = self.algebra.apply(transition, state)
             if passes is not None:
-                # selected, not multiplied: a state that ends here may be NaN
+                # selected rather than multiplied by 0, as a state that does not pass may be NaN
                 following = jnp.where(passes[:, None, None, None], following, 0)
             return following + added, state
 
@@ -120,7 +121,7 @@ class Exchange:
         return final, lax.dynamic_index_in_dim(starts, lax.axis_index(self.axis), keepdims=False)
 
     def _tree(self, initial: jax.Array, effect: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same as `_scan`, from this slice's effect alone."""
+        """The results of `_scan`, in a tree of exchanges that begins with this slice's effect."""
         algebra, device = self.algebra, lax.axis_index(self.axis)
         first, last = (self.devices - 1, 0) if self.reverse else (0, self.devices - 1)
         transition, added = algebra.unpack(effect)
@@ -140,7 +141,7 @@ class Exchange:
         return lax.psum(end, self.axis), start
 
     def _hop(self, x: jax.Array, distance: int) -> jax.Array:
-        """`x` of the device that is `distance` slices earlier."""
+        """The `x` of the device that is visited `distance` slices earlier; zeros if there is none."""
         places = range(self.devices - distance)
         pairs = [(i + distance, i) if self.reverse else (i, i + distance) for i in places]
         return lax.ppermute(x, self.axis, pairs)

@@ -19,10 +19,10 @@ class Ring:
         axis: The mesh axis.
         devices: How many devices there are.
         slices: How many slices a device holds.
-        first: A device is visited first by the keys of the device `first` places before it, …
-        visits: … then by those of `first + 1`, `first + 2`, …: by so many in all.
-        edges: Last come parts of slices, `(places, begin, end)`: tokens `begin` to `end` of the device that is `places`
-            before.
+        first: Keys of the device `first` places before a device visit it first.
+        visits: How many devices' keys visit: then those of the device `first + 1` places before, `first + 2`, ….
+        edges: Parts of slices that visit last, `(places, begin, end)`: tokens `begin` to `end` of the device that is
+            `places` before.
     """
 
     axis: str
@@ -33,18 +33,18 @@ class Ring:
     edges: tuple[tuple[int, int, int], ...] = ()
 
     def slices_of(self, device: Any) -> list[Any]:
-        """The numbers, among all slices, of those that a device holds."""
+        """The numbers, counted over all devices, of the slices that a device holds."""
         return [device, 2 * self.devices - 1 - device][: self.slices]
 
     def hop(self, tree: Any, places: int = 1) -> Any:
-        """Sends `tree` to the device so many places further, and receives another's."""
+        """Sends `tree` to the device so many places after this one, and receives the tree of the one before."""
         if places % self.devices == 0:
             return tree
         order = [(i, (i + places) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, order), tree)
 
     def split(self, x: Array) -> Array:
-        """A device's tokens `[B, T, …]` by slices `[slices, B, T/slices, …]`."""
+        """Splits a device's tokens `[B, T, …]` into its slices `[slices, B, T/slices, …]`."""
         return jnp.moveaxis(x.reshape(x.shape[0], self.slices, -1, *x.shape[2:]), 1, 0)
 
     def join(self, x: Array) -> Array:
@@ -84,7 +84,7 @@ def _edges(call: Call, ring: Ring) -> tuple[tuple[int, int, int], ...] | None:
     left, right, tokens = call.left, call.right, call.keys
     if ring.slices > 1 or call.queries != tokens or left is None or right is None or max(left, right) > tokens:
         return None
-    # one of two devices is both neighbours of the other, and a single one is its own
+    # with two devices both neighbours are the same device, and a single device is its own neighbour
     if ring.devices == 1 or (ring.devices == 2 and left and right):
         return None
     return tuple(edge for edge in ((1, tokens - left, tokens), (-1, 0, right)) if edge[1] < edge[2])

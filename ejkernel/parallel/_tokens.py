@@ -10,7 +10,7 @@ phases (`kernels._phases`) with the exchange between them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _checks, _sharding
+from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import Implementation, resolve, warn_of_tangents
 from ejkernel.kernels import _differentiable, _phases, _varying
 from ejkernel.kernels._op import Op, by_jvp
@@ -28,25 +29,14 @@ Arrays = dict[str, Any]
 Result = tuple[jax.Array, jax.Array]
 
 
-class Checked(Protocol):
-    """A call's arrays, checked."""
-
-    @property
-    def query(self) -> jax.Array: ...
-    @property
-    def cu_seqlens(self) -> jax.Array | None: ...
-    @property
-    def unbatched(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrence whose arrays go by name.
+    """What differs between recurrences; arrays are passed by name.
 
     Attributes:
         per_token: The names of the arrays that have a token dimension.
-        check: Checks the arrays, and raises where they do not fit together.
-        bind: Makes the static facts of a call, and its arrays in their order, from checked arrays and options.
+        check: Checks the arrays, and raises if they do not fit together.
+        bind: `bind(arrays, **options)`: the static facts of a call, and the arrays that its implementations take.
         implementations: The op's implementations, the last of which is plain JAX.
         begin: `begin(implementation, call, inputs, cu_seqlens)`: the first result of `Phases.begin`, then the slice's
             transition and the states `[N, H, K, V]` that it adds.
@@ -54,7 +44,7 @@ class Recurrence:
     """
 
     per_token: tuple[str, ...]
-    check: Callable[[Arrays], Checked]
+    check: Callable[[Arrays], _checks.RecurrenceArrays]
     bind: Callable[..., tuple[Any, tuple[jax.Array | None, ...]]]
     implementations: tuple[Implementation, ...]
     begin: Callable[..., tuple[Any, Any, jax.Array]]
@@ -63,22 +53,36 @@ class Recurrence:
 
 def run_sharded(
     recurrence: Recurrence,
-    arrays: Arrays,
-    options: Arrays,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    softmax_scale: float | AnyArray | None,
+    initial_state: AnyArray | None,
+    reverse: bool,
+    cu_seqlens: Borders | None,
+    segment_ids: AnyArray | None,
     axis: str,
     mesh: jax.sharding.Mesh | None,
     platform: str | None,
+    more_options: Mapping[str, Any] | None = None,
+    **gates: AnyArray | None,
 ) -> Result:
-    """Runs `recurrence` on this device's slices, or with `mesh` on global arrays. Arrays may be `None`."""
+    """Runs `recurrence` on this device's slices of the tokens, or with `mesh` on global arrays.
+
+    `gates` are the op's other arrays, and `more_options` the arguments of `Recurrence.bind` that only some ops have.
+    """
+    sequences = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
+    arrays: Arrays = {"query": query, "key": key, "value": value, **gates, **sequences}
+    options = {"reverse": reverse, **(more_options or {})}
+    # `shard_map` takes only arrays
+    of_scale = arrays if isinstance(softmax_scale, jax.Array | np.ndarray) else options
+    of_scale["softmax_scale"] = softmax_scale
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    if isinstance(options["softmax_scale"], jax.Array | np.ndarray):
-        arrays["softmax_scale"] = options["softmax_scale"]
-        options = {name: option for name, option in options.items() if name != "softmax_scale"}
     run_slice = partial(_on_slice, recurrence=recurrence, options=options, axis=axis, platform=platform)
     if mesh is None:
         return run_slice(arrays, devices=_checks.bound_axis(axis))
     devices = _checks.mesh_axis(mesh, axis)
-    # checked here too: shard_map wants arrays of the ranks that its specs have
+    # checked before `shard_map`, whose specs fit only arrays of the right ranks
     checked = recurrence.check(arrays)
     _checks.divisible_time(checked.query.shape[1], axis, devices)
     packed = checked.cu_seqlens is not None
@@ -98,12 +102,12 @@ def run_sharded(
 
 
 def _spec(arrays: Arrays) -> jax.P:
-    """The sharding of the one with the most heads among query, key and value."""
+    """The spec of the array with the most heads among query, key and value."""
     return _sharding.spec_of(_sharding.widest(*map(arrays.__getitem__, ("query", "key", "value"))))
 
 
 def _result_specs(spec: jax.P, packed: bool) -> tuple[jax.P, jax.P]:
-    """The shardings of output and final state on `Explicit` axes; `spec` is that of an array with all heads."""
+    """The specs of output and final state on `Explicit` axes, from the spec of an array with all heads."""
     *rows, tokens, heads, _ = spec
     return jax.P(*rows, tokens, heads, None), jax.P(None if packed else rows[0], heads, None, None)
 
@@ -133,24 +137,29 @@ def _on_slice(
 
 
 class Segments(NamedTuple):
-    """How sequences lie across slices where rows hold several; `None` where they do not.
+    """How states pass between slices where rows hold several sequences; both `None` where a row is one sequence.
 
     Attributes:
-        enters: `[B]`: whether the state before this slice is what the row's first sequence here starts from.
-        passes: `[devices, B]`: of all slices, whether the state behind one follows from that before it.
+        enters: `[B]`: whether the first sequence in this slice of a row starts from the state before the slice.
+        passes: `[devices, B]`: for all slices, whether the state after a slice depends on the state before it.
     """
 
     enters: jax.Array | None
     passes: jax.Array | None
 
     def entering(self, states: jax.Array) -> jax.Array:
-        """States `[N, H, K, V]` before this slice, or their cotangents, without those that nothing starts from."""
+        """States `[N, H, K, V]` before this slice, or their cotangents; zeros where no sequence starts from them."""
         return states if self.enters is None else jnp.where(self.enters[:, None, None, None], states, 0)
 
 
 @dataclass(frozen=True)
 class Static:
-    """What is fixed when a call is traced; `call` has the sizes of a slice, `chosen` are implementations by device."""
+    """What is fixed when a call is traced.
+
+    Attributes:
+        chosen: Implementations by the platform that is lowered for.
+        call: The static facts of a call on one slice.
+    """
 
     recurrence: Recurrence
     chosen: tuple[tuple[str, Implementation], ...]
@@ -167,20 +176,19 @@ class Static:
         return Exchange(self.recurrence.algebra, self.axis, self.devices, reverse)
 
     def segments(self, ids: jax.Array | None) -> Segments:
-        """How the sequences of rows, if these hold several, lie across slices; `ids` are those of this slice."""
+        """The `Segments` of this slice, whose `segment_ids` are `ids`."""
         call = self.call
         if not call.segmented:
             return Segments(None, None)
         assert ids is not None
-        found, order = runs(ids), -1 if call.reverse else 1
-        visited, several = ids[:, ::order], found.first_visited(call).sum(1) > 1
-        facts = jnp.stack([x.astype(ids.dtype) for x in (visited[:, 0], visited[:, -1], found.valid.any(1), several)])
-        # of all slices, in the order in which they are visited
-        facts = jnp.moveaxis(self.exchange(call.reverse).gather(facts), 1, 0)[:, ::order]
-        first, last, some, several = facts
-        before = jnp.cumsum(some > 0, 0) - (some > 0)
-        follows = jnp.concatenate([jnp.zeros_like(first[:1], bool), first[1:] == last[:-1]]) & (first >= 0)
-        enters = follows | (before == 0)
+        local, order = runs(ids), -1 if call.reverse else 1
+        visited, several = ids[:, ::order], local.first_visited(call).sum(1) > 1
+        facts = jnp.stack([x.astype(ids.dtype) for x in (visited[:, 0], visited[:, -1], local.valid.any(1), several)])
+        # of all slices, in the order in which they are visited; `some` says whether a slice has tokens besides padding
+        first, last, some, several = jnp.moveaxis(self.exchange(call.reverse).gather(facts), 1, 0)[:, ::order]
+        slices_before = jnp.cumsum(some > 0, 0) - (some > 0)
+        continues = jnp.concatenate([jnp.zeros_like(first[:1], bool), first[1:] == last[:-1]]) & (first >= 0)
+        enters = continues | (slices_before == 0)
         passes = (some == 0) | (enters & (several == 0))
         enters = lax.dynamic_index_in_dim(enters[::order], lax.axis_index(self.axis), keepdims=False)
         return Segments(enters, passes[::order])
@@ -188,7 +196,7 @@ class Static:
 
 @partial(jax.jit, static_argnums=0)
 def _run(static: Static, *arrays: jax.Array | None) -> Result:
-    """The call on this device's slice; `cu_seqlens` are clipped to it."""
+    """The call on this device's slice, to which `cu_seqlens` are clipped."""
     call = static.call
     *inputs, initial, cu_seqlens = arrays
     inputs, cu_seqlens, _ = _varying.align((tuple(inputs), cu_seqlens, lax.axis_index(static.axis)))
@@ -209,7 +217,7 @@ def _initial_or_zeros(call: Any, initial: jax.Array | None, axes: frozenset[str]
 
 
 def _forward_with_residuals(static: Static, operands: Any) -> tuple[Result, Any]:
-    """Output and final states, and residuals."""
+    """Output and final states; and residuals: start states, those of the exchange, and those of each implementation."""
     call, (inputs, cu_seqlens, initial) = static.call, operands
     initial = _initial_or_zeros(call, initial, _varying.axes(inputs[0]) - {static.axis})
 
@@ -240,7 +248,7 @@ def _backward(static: Static, operands: Any, residuals: Any, cotangents: Any, wa
     d_final = _initial_or_zeros(call, d_final, _varying.axes(inputs[0]) - {static.axis})
     exchange = static.exchange(not call.reverse)
     if not exchange.tracked:
-        # each device's final state counts as a result of its own
+        # JAX takes the final states of the devices for different results, each with a cotangent
         d_final = lax.psum(d_final, static.axis)
 
     def run(
@@ -261,13 +269,13 @@ def _backward(static: Static, operands: Any, residuals: Any, cotangents: Any, wa
     arrays = inputs, cu_seqlens, start, exchanged
     (d_inputs, d_initial), _ = _by_platform(branches, arrays, residuals, d_output, d_final)
     if not exchange.tracked:
-        # each device's initial state counts as an input of its own
+        # JAX takes the initial states of the devices for different inputs, and sums their cotangents
         d_initial = jnp.where(lax.axis_index(static.axis) == 0, d_initial, 0)
     return d_inputs, None, None if initial is None else d_initial
 
 
 def _reference(static: Static, operands: Any) -> Result:
-    """The same by the implementation that is plain JAX."""
+    """`_forward` by the implementation in plain JAX."""
     plain = replace(static, chosen=(("default", static.recurrence.implementations[-1]),))
     return _forward(plain, operands)
 
@@ -282,25 +290,26 @@ OP = Op(_forward, _reference, _forward_with_residuals, _backward, _tangent, spli
 
 
 def _by_platform(branches: Mapping[str, Callable[..., Any]], *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Runs the branch of the platform lowered for; branches return `(common, own)`.
+    """Runs the branch of the platform lowered for; branches return `(common, residuals)`.
 
-    `common` has the same structure in all branches; `own` has not, so all of them are returned in a tuple, and those of
-    branches not taken are zeros. JAX would differentiate such a choice as a second one, by a conditional that XLA does
-    not look through; so it is made in each pass, and never differentiated.
+    `common` has the same structure in all branches, `residuals` do not: a tuple of the residuals of all branches is
+    returned, with zeros for branches not taken. JAX would differentiate such a choice by a conditional, which XLA does
+    not simplify; so each pass makes the choice itself, and no choice is differentiated.
     """
     if len(branches) == 1:
-        common, own = next(iter(branches.values()))(*arrays)
-        return common, (own,)
-    owns = [jax.eval_shape(branch, *arrays)[1] for branch in branches.values()]
-    shapes = [jax.tree.leaves(own) for own in owns]
+        common, residuals = next(iter(branches.values()))(*arrays)
+        return common, (residuals,)
+    by_branch = [jax.eval_shape(branch, *arrays)[1] for branch in branches.values()]
+    shapes = [jax.tree.leaves(each) for each in by_branch]
 
     def padded_branch(number: int, branch: Callable[..., Any], *arrays: Any) -> Any:
-        common, own = branch(*arrays)
-        return common, [jax.tree.leaves(own) if i == number else [*map(_zeros, each)] for i, each in enumerate(shapes)]
+        common, residuals = branch(*arrays)
+        mine = jax.tree.leaves(residuals)
+        return common, [mine if i == number else [*map(_zeros, each)] for i, each in enumerate(shapes)]
 
     padded = {device: partial(padded_branch, i, branch) for i, (device, branch) in enumerate(branches.items())}
     common, leaves = lax.platform_dependent(*arrays, **padded)
-    trees = (jax.tree.unflatten(jax.tree.structure(own), each) for own, each in zip(owns, leaves, strict=True))
+    trees = (jax.tree.unflatten(jax.tree.structure(one), each) for one, each in zip(by_branch, leaves, strict=True))
     return common, tuple(trees)
 
 

@@ -17,9 +17,9 @@ from ejkernel import _checks
 from ejkernel._checks import AnyArray, Borders
 from ejkernel._dispatch import Implementation
 from ejkernel._front import public
-from ejkernel.delta_rule import bind
+from ejkernel.delta_rule import GATE_DIMS, bind
 from ejkernel.kernels.delta_rule import IMPLEMENTATIONS
-from ejkernel.kernels.delta_rule.call import Call, Decay
+from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.phases import phases_from_wide_states
 from ejkernel.parallel import _tokens
 from ejkernel.parallel._exchange import Algebra
@@ -53,22 +53,20 @@ def delta_rule(
     mesh stay as JAX has them.
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -91,9 +89,9 @@ def delta_rule(
         >>> output.shape, state.shape
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
-    arrays = {"query": query, "key": key, "value": value, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
-    return _run(WITHOUT_GATE, arrays, axis_name, mesh, *options)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
+    more = {"normalize": normalize}
+    return _tokens.run_sharded(RECURRENCES["none"], query, key, value, *options, more, beta=beta)
 
 
 @public
@@ -119,24 +117,22 @@ def gated_delta_rule(
     With and without `mesh` it is called as `parallel.delta_rule` is.
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -147,9 +143,9 @@ def gated_delta_rule(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
-    return _run(GATE_PER_HEAD, arrays, axis_name, mesh, *options)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
+    more = {"normalize": normalize}
+    return _tokens.run_sharded(RECURRENCES["head"], query, key, value, *options, more, g=g, beta=beta)
 
 
 @public
@@ -175,23 +171,21 @@ def kda(
     With and without `mesh` it is called as `parallel.delta_rule` is.
 
     Args:
-        query: `[B, T, ·, K]`. Queries, keys and values each have a number of heads of their own that divides `H`: head
-            `h` reads their head `h // (H / theirs)`.
+        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
+            reads their head `h // (H / theirs)`.
         key: `[B, T, ·, K]`.
         value: `[B, T, ·, V]`.
         g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
-        beta: `[B, T, H]`, how much of what is recalled is replaced: 0 writes nothing, 1 replaces, 2 reflects; any value
-            is legal.
+        beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -202,46 +196,27 @@ def kda(
         The output `[B, T, H, V]` in the query's dtype (without `B` if the arrays came without it), and the final state
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
-    arrays = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, normalize, platform
-    return _run(GATE_PER_KEY, arrays, axis_name, mesh, *options)
+    options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
+    more = {"normalize": normalize}
+    return _tokens.run_sharded(RECURRENCES["key"], query, key, value, *options, more, g=g, beta=beta)
 
 
-def _run(
-    recurrence: _tokens.Recurrence,
-    arrays: Arrays,
-    axis_name: str,
-    mesh: jax.sharding.Mesh | None,
-    softmax_scale: float | AnyArray | None,
-    initial_state: AnyArray | None,
-    reverse: bool,
-    cu_seqlens: Borders | None,
-    segment_ids: AnyArray | None,
-    normalize: bool,
-    platform: str | None,
-) -> Result:
-    arrays = arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
-    options = {"softmax_scale": softmax_scale, "reverse": reverse, "normalize": normalize}
-    return _tokens.run_sharded(recurrence, arrays, options, axis_name, mesh, platform)
-
-
-def _check(gate: str, arrays: Arrays) -> _checks.DeltaRule:
-    given = map(arrays.get, (*PER_TOKEN, "initial_state", "cu_seqlens", "segment_ids"))
-    query, key, value, beta, g, *others = given
-    return _checks.delta_rule(query, key, value, beta, g, gate, *others)
+def _check(gate: str, arrays: Arrays) -> _checks.RecurrenceArrays:
+    names = (*PER_TOKEN, "initial_state", "cu_seqlens", "segment_ids")
+    query, key, value, beta, g, *sequences = map(arrays.get, names)
+    return _checks.delta_rule(query, key, value, beta, g, gate, *sequences)
 
 
 def _begin(
     implementation: Implementation, call: Call, inputs: tuple[Any, ...], sequences: jax.Array | None
 ) -> tuple[Any, jax.Array, jax.Array]:
-    own = None if call.segmented else implementation.phases
-    phases = own or phases_from_wide_states(implementation.run)
+    phases = (not call.segmented and implementation.phases) or phases_from_wide_states(implementation.run)
     carry, effect = phases.begin(call, inputs, sequences)
     return carry, *_unpack(effect)
 
 
 def _pack(transition: jax.Array, added: jax.Array) -> jax.Array:
-    """Both beside each other, `[N, H, K, K + V]`."""
+    """The transition and the added state side by side, `[N, H, K, K + V]`."""
     return jnp.concatenate([transition, added], -1)
 
 
@@ -257,11 +232,9 @@ def _matmul(transition: jax.Array, state: jax.Array) -> jax.Array:
 ALGEBRA = Algebra(_pack, _unpack, apply=_matmul, compose=_matmul, transpose=lambda transition: transition.mT)
 
 
-def _recurrence(decay: Decay, gate: str) -> _tokens.Recurrence:
-    check, bound = partial(_check, gate), partial(bind, decay=decay)
-    return _tokens.Recurrence(PER_TOKEN, check, bound, IMPLEMENTATIONS, _begin, ALGEBRA)
-
-
-WITHOUT_GATE = _recurrence("none", "")
-GATE_PER_HEAD = _recurrence("head", "H")
-GATE_PER_KEY = _recurrence("key", "H K")
+RECURRENCES = {
+    decay: _tokens.Recurrence(
+        PER_TOKEN, partial(_check, dims), partial(bind, decay=decay), IMPLEMENTATIONS, _begin, ALGEBRA
+    )
+    for decay, dims in GATE_DIMS.items()
+}

@@ -61,9 +61,8 @@ def recurrent(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
@@ -72,13 +71,12 @@ def recurrent(
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -98,35 +96,7 @@ def recurrent(
         ((2, 100, 8, 64), (2, 8, 64, 64))
     """
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-
-
-def _spread(
-    query: AnyArray,
-    key: AnyArray,
-    value: AnyArray,
-    softmax_scale: float | AnyArray | None,
-    initial_state: AnyArray | None,
-    reverse: bool,
-    cu_seqlens: Borders | None,
-    segment_ids: AnyArray | None,
-    axis_name: str,
-    mesh: jax.sharding.Mesh | None,
-    platform: str | None,
-    **gates: AnyArray | None,
-) -> Result:
-    """`recurrent` with these of its gates."""
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-        "segment_ids": segment_ids,
-        **gates,
-    }
-    options = {"softmax_scale": softmax_scale, "reverse": reverse}
-    return _tokens.run_sharded(RECURRENCE, arrays, options, axis_name, mesh, platform)
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
 
 
 @public
@@ -153,22 +123,20 @@ def recurrent_gla(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -179,7 +147,7 @@ def recurrent_gla(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options, g=g, g_gamma=g_gamma)
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options, g=g, g_gamma=g_gamma)
 
 
 @public
@@ -205,21 +173,19 @@ def simple_gla(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -230,7 +196,7 @@ def simple_gla(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options, g=_checks.gate_per_head(g, query, key, value))
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options, g=_checks.gate_per_head(g, query, key, value))
 
 
 @public
@@ -255,19 +221,17 @@ def retention(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -278,7 +242,7 @@ def retention(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options, g_gamma=retention_decay(query, key, value))
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options, g_gamma=retention_decay(query, key, value))
 
 
 @public
@@ -305,22 +269,20 @@ def lightning_attn(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
             layers.
         num_layers: How many layers there are, an int of at least 1.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -332,7 +294,7 @@ def lightning_attn(
     """
     g_gamma = lightning_decay(query, key, value, layer_idx, num_layers)
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options, g_gamma=g_gamma)
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options, g_gamma=g_gamma)
 
 
 @public
@@ -357,19 +319,17 @@ def linear_attention(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any number that divides `H`, the largest
-            of the three: head `h` reads their head `h // (H / theirs)`, and nothing is repeated in memory. So query
-            heads may share keys and values, and value heads queries and keys, as in Mamba-2.
+        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
+            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
-        cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. The arrays are then `[1, T, …]` or
-            `[T, …]`, the states `[N, H, K, V]`, and sequences never see each other. Tokens past the last border are
-            padding: output 0, no gradient, no effect. They count the tokens of the whole stream: packed sequences may
-            straddle devices.
-        segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. Where
-            the id changes, a token starts from nothing; `initial_state` is what each row's first sequence starts from,
-            and the final state that after its last token. Negative ids are padding: output 0, no gradient, no effect.
+        cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
+            are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
+            count the tokens of the whole stream: packed sequences may straddle devices.
+        segment_ids: Integers `[B, T]` instead of `cu_seqlens`: which sequence of its row each token belongs to. Where
+            the id changes, the state restarts from zeros; `initial_state` is that of each row's first sequence, and the
+            final state that after the row's last token. Negative ids are padding: output 0, no gradient, no effect.
             Sequences may straddle devices.
         axis_name: The mesh axis that the tokens are sharded over, in order; `T` is a multiple of its size.
         mesh: The mesh, or `None` inside a `shard_map`.
@@ -380,10 +340,10 @@ def linear_attention(
         `[B, H, K, V]` in float32 (float64 for float64 input), which as `initial_state` continues the sequence.
     """
     options = softmax_scale, initial_state, reverse, cu_seqlens, segment_ids, axis_name, mesh, platform
-    return _spread(query, key, value, *options)
+    return _tokens.run_sharded(RECURRENCE, query, key, value, *options)
 
 
-def _check(arrays: Arrays) -> _checks.LinearAttention:
+def _check(arrays: Arrays) -> _checks.RecurrenceArrays:
     names = (*PER_TOKEN[:3], "g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens", "segment_ids")
     return _checks.linear_attention(*map(arrays.get, names))
 

@@ -225,7 +225,7 @@ def _reordered(x: AnyArray, order: np.ndarray, axis: int) -> Array:
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call; those up to the ids are sliced by their tokens, and `[B, tokens, …]`."""
+    """The arrays of a call; those before `sinks` are `[B, tokens, …]`, and a device has a slice of their tokens."""
 
     query: Array
     key: Array
@@ -239,7 +239,13 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Static:
-    """What is fixed when a call is traced: `call` has the sizes of a slice, `chosen` are `BLOCKS` by device."""
+    """What is fixed when a call is traced.
+
+    Attributes:
+        call: The static facts of a call on one slice.
+        ring: Which keys visit which devices.
+        chosen: Implementations of `BLOCKS` by the platform that is lowered for.
+    """
 
     call: Call
     ring: Ring
@@ -279,7 +285,10 @@ def _forward(static: Static, arrays: Arrays) -> Array:
 def _with_residuals(
     static: Static, arrays: Arrays, attend: Callable[..., Any] | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """The output, and top and total of each query; `attend(call, inputs)` attends to one block of keys."""
+    """The output; and of each query the softmax's largest score and sum of exponentials, `top` and `total`.
+
+    `attend(call, inputs)` attends to one block of keys; by default the chosen implementation does.
+    """
     call, ring = static.call, static.ring
     attend = attend or partial(_run_block, static, "forward")
     device = lax.axis_index(ring.axis)
@@ -287,8 +296,11 @@ def _with_residuals(
     starts = ring.starts(device, call.queries)
 
     def visit(results: Any, blocks: Any, shift: Any, begin: int = 0) -> Any:
-        """`results` (output, top and total of each slice of queries), with the visiting blocks merged in."""
-        places = ring.starts((device - shift) % ring.devices, call.keys) + begin
+        """`results`, the output, top and total of each slice of queries, with those over visiting `blocks` merged in.
+
+        `blocks` come from the device `shift` places before, and hold its tokens from `begin` on.
+        """
+        key_starts = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(xs: Any) -> Any:
             results, *of_query = xs
@@ -296,7 +308,7 @@ def _with_residuals(
             def one_block(results: Any, block: Any) -> Any:
                 return _merge(results, attend(*_pair(call, arrays, *of_query, *block))), None
 
-            return lax.scan(one_block, results, (*blocks, places))[0]
+            return lax.scan(one_block, results, (*blocks, key_starts))[0]
 
         return lax.map(one_slice, (results, queries, ids, starts))
 
@@ -306,13 +318,13 @@ def _with_residuals(
 
     zeros = jnp.zeros(queries.shape[:-1], call.wide)
     results = _varying.like((jnp.zeros((*zeros.shape, call.value_dim), call.wide), zeros, zeros), queries)
-    own = _blocks(ring, arrays)
+    local_blocks = _blocks(ring, arrays)
     last = ring.first + ring.visits - 1
-    carry = results, ring.hop(own, ring.first)
+    carry = results, ring.hop(local_blocks, ring.first)
     (results, blocks), _ = lax.scan(step, carry, jnp.arange(ring.first, last))
     results = visit(results, blocks, last)
     for shift, begin, end in ring.edges:
-        results = visit(results, ring.hop(_tokens_between(own, begin, end), shift), shift, begin)
+        results = visit(results, ring.hop(_tokens_between(local_blocks, begin, end), shift), shift, begin)
     output, top, total = map(ring.join, results)
     if arrays.sinks is not None:
         output, _, _ = _merge((output, top, total), (jnp.zeros_like(output), *_sinks_top_and_total(call, arrays.sinks)))
@@ -333,8 +345,8 @@ def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, w
     starts = ring.starts(device, call.queries)
 
     def visit(blocks: Any, shift: Any, begin: int = 0) -> Any:
-        """Gradients of the visiting blocks, and of the queries by way of these blocks."""
-        places = ring.starts((device - shift) % ring.devices, call.keys) + begin
+        """The gradients of the visiting blocks, and what these blocks add to the gradient of the queries."""
+        key_starts = ring.starts((device - shift) % ring.devices, call.keys) + begin
 
         def one_slice(sums: Any, xs: Any) -> Any:
             start, query, ids, output, top, total, d_output = xs
@@ -347,7 +359,7 @@ def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, w
                 return d_query + added, (d_key, d_value)
 
             zeros = _varying.like(jnp.zeros(query.shape, call.wide), query)
-            d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, places))
+            d_query, d_blocks = lax.scan(one_block, zeros, (*blocks, key_starts))
             return _add(sums, d_blocks), d_query
 
         zeros = _varying.like(tuple(jnp.zeros(x.shape, call.wide) for x in blocks[:2]), arrays.query)
@@ -355,13 +367,13 @@ def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, w
 
     def step(carry: Any, shift: Array) -> Any:
         blocks, d_blocks, d_query = carry
-        # sent first, and nothing here waits for it: it travels while the device computes
+        # sent before the visit, which does not depend on it: blocks travel while the device computes
         following, arrived = ring.hop(blocks), ring.hop(d_blocks)
         added, d_more = visit(blocks, shift)
         return (following, _add(arrived, added), d_query + d_more), None
 
-    own = _blocks(ring, arrays)
-    blocks = ring.hop(own, ring.first)
+    local_blocks = _blocks(ring, arrays)
+    blocks = ring.hop(local_blocks, ring.first)
     d_blocks, d_query = visit(blocks, ring.first)
     if ring.visits > 1:
         last = ring.first + ring.visits - 1
@@ -371,7 +383,7 @@ def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, w
         d_blocks, d_query = _add(ring.hop(d_blocks), added), d_query + d_more
     d_blocks = ring.hop(d_blocks, 1 - ring.first - ring.visits)
     for shift, begin, end in ring.edges:
-        added, d_more = visit(ring.hop(_tokens_between(own, begin, end), shift), shift, begin)
+        added, d_more = visit(ring.hop(_tokens_between(local_blocks, begin, end), shift), shift, begin)
         sums = _add(_tokens_between(d_blocks, begin, end), ring.hop(added, -shift))
         d_blocks = jax.tree.map(lambda d, new, at=begin: lax.dynamic_update_slice_in_dim(d, new, at, 2), d_blocks, sums)
         d_query = d_query + d_more
@@ -382,7 +394,7 @@ def _backward(static: Static, arrays: Arrays, residuals: Any, d_output: Array, w
 
 
 def _reference(static: Static, arrays: Arrays) -> Array:
-    """The same by XLA, in loops of fixed length, which JAX can differentiate any number of times."""
+    """The output by XLA, in loops of fixed length, which JAX can differentiate any number of times."""
     return _with_residuals(static, arrays, partial(xla_blocks.forward, every_block=True))[0]
 
 
@@ -408,8 +420,8 @@ def _run_block(static: Static, name: Literal["forward", "backward"], call: Call,
 
 
 def _block_call(call: Call, keys: int | None = None) -> Call:
-    """The call on a slice of queries and a block of this many keys, or a slice of them."""
-    # results are merged and summed up before they are rounded, and sinks join in afterwards
+    """The call on one slice of queries and one block of `keys` keys, by default as many as a slice has."""
+    # blocks' results are merged before they are rounded, and sinks are merged last
     return replace(call, keys=call.keys if keys is None else keys, dtype=call.wide, sinks=None, offset=True)
 
 
@@ -422,17 +434,17 @@ def _pair(
     key: Array,
     value: Array,
     ids_kv: Array | None,
-    place: Array,
+    key_start: Array,
 ) -> tuple[Call, Inputs]:
-    """A slice of queries and a block of keys as a call of their own; they begin at tokens `start` and `place`."""
+    """A slice of queries from token `start` on and a block of keys from `key_start` on, as a call of their own."""
     call = _block_call(call, key.shape[1])
     cu, cu_kv = arrays.cu_seqlens, arrays.cu_seqlens_kv
-    offset = (start - place)[None]
+    offset = (start - key_start)[None]
     if cu is not None and cu_kv is not None:
-        here, there = jnp.clip(cu - start, 0, call.queries), jnp.clip(cu_kv - place, 0, call.keys)
-        # blocks count positions from where the sequence's part in the slice begins
-        offset = offset + (cu_kv - cu + here - there)[:-1]
-        cu, cu_kv = here, there
+        local, local_kv = jnp.clip(cu - start, 0, call.queries), jnp.clip(cu_kv - key_start, 0, call.keys)
+        # a block counts positions from where a sequence's part in it begins
+        offset = offset + (cu_kv - cu + local - local_kv)[:-1]
+        cu, cu_kv = local, local_kv
     return call, Inputs(query, key, value, None, None, None, None, cu, cu_kv, offset, ids, ids_kv)
 
 
@@ -441,15 +453,15 @@ def _split(ring: Ring, x: Array | None) -> Array | None:
 
 
 def _blocks(ring: Ring, arrays: Arrays) -> tuple[Array | None, ...]:
-    """What travels: slices of keys, values and, if there are any, ids of keys."""
+    """The arrays that travel around the ring: slices of keys, values and, if there are any, segment ids of keys."""
     return tuple(_split(ring, x) for x in (arrays.key, arrays.value, arrays.segment_ids_kv))
 
 
 def _merge(one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """Output, top and total over two sets of keys, from those over each."""
+    """The output, top and total over two sets of keys, from the outputs, tops and totals over each set."""
     top, totals = _common_top(one[1:], other[1:])
     total = totals[0] + totals[1]
-    # what is not chosen must not divide by 0: derivatives of it would be NaN
+    # also where a part is not selected it must not divide by 0, or its derivatives would be NaN
     share, other_share = (jnp.where(part == 0, 0, part / jnp.where(part == 0, 1, total))[..., None] for part in totals)
     return share * one[0] + other_share * other[0], top, total
 
@@ -477,7 +489,7 @@ def _sinks_by_head(call: Call, sinks: Array) -> Array:
 
 
 def _sinks_top_and_total(call: Call, sinks: Array) -> tuple[Array, Array]:
-    """The sinks' top and total `[1, 1, H]`, both 0 if all sinks are `-inf`."""
+    """The top and total `[1, 1, H]` of the sinks, both 0 if all sinks are `-inf`."""
     by_head = _sinks_by_head(call, sinks)[None, None]
     top = lax.stop_gradient(by_head).max(-1)
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -487,9 +499,9 @@ def _sinks_top_and_total(call: Call, sinks: Array) -> tuple[Array, Array]:
 def _sinks_gradient(
     call: Call, sinks: Array, output: Array, top: Array, total: Array, d_output: Array, alive: Array
 ) -> Array:
-    """The gradient of the sinks, from top and total with the sinks in.
+    """The gradient of the sinks, from the top and total over keys and sinks.
 
-    `alive` are queries that see a key: the output of the others does not depend on the sinks.
+    `alive` says which queries see a key: for other queries the output is 0 whatever the sinks are.
     """
     mean = jnp.where(alive, (output.astype(call.wide) * d_output.astype(call.wide)).sum(-1), 0)
     by_head, pull = jax.vjp(partial(_sinks_by_head, call), sinks)
