@@ -207,15 +207,16 @@ class ChunkWalk(NamedTuple):
 
 def implementations(recurrence: Recurrence, triton: str) -> tuple[Implementation, ...]:
     """The implementations of a recurrence's calls with pools; `triton` is the module of its Triton kernels."""
+    pallas = "chunks.pallas.pools"
 
     def run_here(call: PooledCall, *arrays: jax.Array | None) -> Results:
         return run(recurrence, call, *arrays)
 
-    def refused(call: PooledCall) -> str:
-        return "it has no pools of states"
+    def run_on_tpus(call: PooledCall, *arrays: jax.Array | None) -> Results:
+        return Later(pallas, "run")(recurrence, call, *arrays)
 
     return (
-        Implementation("pallas", ("tpu",), refused, run_here),
+        Implementation("pallas", ("tpu",), Later(pallas, "supports"), run_on_tpus, splits=False),
         Implementation(
             "triton", ("cuda",), Later(triton, "supports_pooled"), Later(triton, "run_pooled"), splits=False
         ),
