@@ -74,7 +74,7 @@ def test_one_token(name, dtype, served):
     given = {each: x[:, None] for each, x in tokens(name, 6).items()}
     states = pool(9, dtype)
     states[[5, 7]] = np.nan
-    reads, writes = np.array([1, 2, 1, -1, 4, 0]), np.array([2, 1, 3, 3, -1, 0])
+    reads, writes = np.array([1, 2, 1, -1, 2, 0]), np.array([2, 1, 3, 3, -1, 0])
     output, after = call(name, **given, states=states, reads=reads, writes=writes)
     starts = np.where((reads >= 0)[:, None, None, None], states[reads].astype(np.float32), 0)
     if OPTIONS.get(name):

@@ -29,7 +29,7 @@ from ejkernel.kernels.chunks.pools import PooledCall, Results
 from ejkernel.kernels.chunks.recurrence import Recurrence
 
 F32 = np.dtype(np.float32)
-FIELDS = "query", "key", "log_decay", "value", "value_log_decay", "beta"  # of a token, those that a call has
+FIELDS = "query", "key", "key_gate", "value", "value_gate", "beta"  # of a token, those that a call has
 _STATES = 2**20  # bytes of float32 states that a program computes at once; about five times as many have to fit VMEM
 _MOST_HEADS = 16  # a program, whose code has them one after the other
 _MOST_NUMBERS = 2**16  # in scalar memory
@@ -154,9 +154,15 @@ def _fields(call: Call, heads: int, arrays: Any) -> dict[str, jax.Array]:
             x = jnp.repeat(x, call.heads // x.shape[1], axis=1)
         return jnp.broadcast_to(x, (*x.shape[:2], dim)).reshape(call.tokens, programs, -1, dim)
 
-    dims = {"query": call.key_dim, "key": call.key_dim, "log_decay": call.key_dim}
-    present = {name: getattr(arrays, name, None) for name in FIELDS}
-    return {name: by_program(x, dims.get(name, call.value_dim)) for name, x in present.items() if x is not None}
+    key_gate, value_gate = arrays.log_decay, getattr(arrays, "value_log_decay", None)
+    if key_gate is not None and call.decay != "key":
+        # a head's gate is one of all its value dims: a row multiplies a state's rows as it is, a column is spread first
+        value_gate = key_gate if value_gate is None else value_gate.astype(F32) + key_gate.astype(F32)
+        key_gate = None
+    by_value = arrays.value, value_gate, getattr(arrays, "beta", None)
+    fields = [(x, call.key_dim) for x in (arrays.query, arrays.key, key_gate)] + [(x, call.value_dim) for x in by_value]
+    present = zip(FIELDS, fields, strict=True)
+    return {name: by_program(x, dim) for name, (x, dim) in present if x is not None}
 
 
 def _conflicts(

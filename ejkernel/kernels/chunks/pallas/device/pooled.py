@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.chunks.pallas.pools import PooledSizes
 
 F32 = jnp.float32
-LARGEST = 88.0  # exponent whose `exp` float32 has
 # rows of the semaphores, a pair each
 START, TOKEN, ROW, WRITE = range(4)
 
@@ -187,19 +186,19 @@ class Walk:
             return x[head : head + 1]
 
         def column(x: jax.Array, head: int) -> jax.Array:
-            """Of what was transposed."""
             head //= H // x.shape[1]
             return x[:, head : head + 1]
 
+        # columns, which multiply the rows of states
         query, key = x["query"].T, x["key"].T
-        factors = [each.T for each in _factors(x["log_decay"])] if "log_decay" in x else []
-        value_factors = _factors(x["value_log_decay"]) if "value_log_decay" in x else []
+        by_key = jnp.exp(x["key_gate"]).T if "key_gate" in x else None
+        by_value = jnp.exp(x["value_gate"]) if "value_gate" in x else None
         for head in range(H):
             state, value = before(head), row(x["value"], head)
-            for each in factors:
-                state = state * column(each, head)
-            for each in value_factors:
-                state = state * row(each, head)
+            if by_key is not None:
+                state = _decayed(state, column(by_key, head))
+            if by_value is not None:
+                state = _decayed(state, row(by_value, head))
             if "beta" in x:
                 recalled = (column(key, head) * state).sum(0, keepdims=True)
                 value = row(x["beta"], head) * (value - recalled)
@@ -238,9 +237,9 @@ class Walk:
         self.refs.pending[i] = 0
 
 
-def _factors(log_decay: jax.Array) -> list[jax.Array]:
-    """Two factors that multiply a state by `exp(log_decay)`: one could overflow, and a state of 0 has to stay 0."""
-    return [jnp.exp(jnp.minimum(log_decay, LARGEST)), jnp.exp(jnp.clip(log_decay - LARGEST, 0, LARGEST))]
+def _decayed(state: jax.Array, factor: jax.Array) -> jax.Array:
+    # a state of 0 stays so, even if a factor overflows
+    return jnp.where((state == 0) & (factor == jnp.inf), state, factor * state)
 
 
 def kernel(sizes: PooledSizes, names: tuple[str, ...], *refs: Any) -> None:
