@@ -47,6 +47,7 @@ class PooledSizes:
     checkpoints: int
     inside: bool  # whether the call says after how many tokens states are written
     scale: float
+    keys_last: bool  # whether states are `[V, K]`
 
 
 def supports(pooled: PooledCall) -> str | None:
@@ -61,15 +62,18 @@ def supports(pooled: PooledCall) -> str | None:
         return "an array without elements"
     if any(dim % 64 or dim > LARGEST_DIM for dim in (K, V)):
         return f"head dims K={K}, V={V}; it takes multiples of 64 up to {LARGEST_DIM}"
-    if K * _padded(V) > _padded(K) * V:
-        return f"head dims K={K}, V={V}: XLA would have the keys' dim last in memory, and copy the pool"
     if call.sequences * (3 + 3 * pooled.checkpoints) > _MOST_NUMBERS:
         return f"{call.sequences} sequences, whose slots do not fit the scalar memory"
     return None
 
 
-def _padded(dim: int) -> int:
-    return -(-dim // LANES) * LANES
+def keys_last(call: Call) -> bool:
+    """Whether XLA lays out the call's pool as `[slots, H, V, K]`, which has less padding; another layout is a copy."""
+
+    def padded(dim: int) -> int:
+        return -(-dim // LANES) * LANES
+
+    return padded(call.key_dim) * call.value_dim < call.key_dim * padded(call.value_dim)
 
 
 def run(recurrence: Recurrence, pooled: PooledCall, *arrays: jax.Array | None) -> Results:
@@ -96,17 +100,19 @@ def _launch(recurrence: Recurrence, pooled: PooledCall, *arrays: Any) -> Results
     call = pooled.call
     *inputs, cu_seqlens, pool, reads, writes, at = arrays
     N, T, H, K, V = call.sequences, call.tokens, call.heads, call.key_dim, call.value_dim
-    heads = _heads_per_program(call)
+    heads, swap = _heads_per_program(call), keys_last(call)
+    if swap:
+        pool, K, V = pool.mT, V, K
     fields = _fields(call, heads, recurrence.arrays(call, recurrence.inputs(*inputs, None), cu_seqlens))
     scalars = {"borders": cu_seqlens, "reads": reads, "writes": writes} | ({} if at is None else {"at": at})
     scalars = {name: x.reshape(-1).astype(np.int32) for name, x in scalars.items()}
     scalars |= _conflicts(pool.shape[0], cu_seqlens, reads, writes, at)
     sizes = PooledSizes(
-        tuple(fields), heads, T, N, pool.shape[0], pooled.checkpoints, at is not None, float(call.scale)
+        tuple(fields), heads, T, N, pool.shape[0], pooled.checkpoints, at is not None, float(call.scale), swap
     )
     output_dtype = call.dtype if call.dtype in DTYPES else F32
     outputs = {
-        "output": ((T, H // heads, heads, V), output_dtype),
+        "output": ((T, H // heads, heads, call.value_dim), output_dtype),
         "pool": (pool.shape, pool.dtype),
         "held": ((N, H, K, V), pool.dtype),
     }
@@ -114,7 +120,7 @@ def _launch(recurrence: Recurrence, pooled: PooledCall, *arrays: Any) -> Results
         "start": (heads, K, V, pool.dtype),
         "state": (heads, K, V, F32),
         **({} if pool.dtype == F32 else {"written": (heads, K, V, pool.dtype)}),
-        "row": (heads, V, output_dtype),
+        "row": (heads, call.value_dim, output_dtype),
         **{f"{name}_buffer": (*x.shape[2:], x.dtype) for name, x in fields.items()},
     }
     scratch: dict[str, Any] = {name: pltpu.VMEM((2, *shape), dtype) for name, (*shape, dtype) in buffers.items()}
@@ -136,7 +142,8 @@ def _launch(recurrence: Recurrence, pooled: PooledCall, *arrays: Any) -> Results
         interpret=_pallas.INTERPRET or False,
         name="delta_pooled" if "beta" in fields else "recurrence_pooled",
     )(*scalars.values(), *fields.values(), pool)
-    return output.reshape(1, T, H, V).astype(call.dtype), pool
+    output = output.reshape(1, T, H, call.value_dim).astype(call.dtype)
+    return output, pool.mT if swap else pool
 
 
 def _heads_per_program(call: Call) -> int:
@@ -155,7 +162,7 @@ def _fields(call: Call, heads: int, arrays: Any) -> dict[str, jax.Array]:
         return jnp.broadcast_to(x, (*x.shape[:2], dim)).reshape(call.tokens, programs, -1, dim)
 
     key_gate, value_gate = arrays.log_decay, getattr(arrays, "value_log_decay", None)
-    if key_gate is not None and call.decay != "key":
+    if key_gate is not None and call.decay != "key" and not keys_last(call):
         # a head's gate is one of all its value dims: a row multiplies a state's rows as it is, a column is spread first
         value_gate = key_gate if value_gate is None else value_gate.astype(F32) + key_gate.astype(F32)
         key_gate = None

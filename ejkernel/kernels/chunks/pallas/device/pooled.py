@@ -29,8 +29,8 @@ class Walk:
     `refs` by name:
     - in scalar memory the call's `borders`, `reads`, `writes` and, if there is one, `at`; `repeated` and `shared`, see
       `_conflicts`; and `pending`, how many writes are under way,
-    - in HBM the `FIELDS` of tokens and the `output`, `[T, programs, heads, ·]`; `pool [slots, H, K, V]`; and
-      `held [N, H, K, V]`, for states that one sequence reads and another one writes,
+    - in HBM the `FIELDS` of tokens and the `output`, `[T, programs, heads, ·]`; `pool [slots, H, K, V]` (here and below
+      `[…, V, K]` if `keys_last`); and `held [N, H, K, V]`, for states that one sequence reads and another one writes,
     - buffers, two of each: `start`, `state`, `written` (`state` itself in pools of float32), `row`, and one a field.
     """
 
@@ -181,31 +181,34 @@ class Walk:
         refs, H = self.refs, self.sizes.heads
         x = {name: getattr(refs, f"{name}_buffer")[i_token].astype(F32) for name in self.sizes.fields}
 
-        def row(x: jax.Array, head: int) -> jax.Array:
-            head //= H // x.shape[0]  # which several may share
-            return x[head : head + 1]
+        def beside_state(x: jax.Array, keys: bool) -> Callable[[int], jax.Array]:
+            """One head's numbers of `x [heads, dim]` as they multiply a state; heads may be shared."""
+            shared = H // x.shape[0]
+            if keys == self.sizes.keys_last:
+                return lambda head: x[head // shared : head // shared + 1]
+            columns = x.T
+            return lambda head: columns[:, head // shared : head // shared + 1]
 
-        def column(x: jax.Array, head: int) -> jax.Array:
-            head //= H // x.shape[1]
-            return x[:, head : head + 1]
-
-        # columns, which multiply the rows of states
-        query, key = x["query"].T, x["key"].T
-        by_key = jnp.exp(x["key_gate"]).T if "key_gate" in x else None
-        by_value = jnp.exp(x["value_gate"]) if "value_gate" in x else None
+        gates = [(x[name], name == "key_gate") for name in ("key_gate", "value_gate") if name in x]
+        factors = [beside_state(jnp.exp(gate), keys) for gate, keys in gates]
+        query, key = (beside_state(x[name], True) for name in ("query", "key"))
+        value, beta = (beside_state(x[name], False) if name in x else None for name in ("value", "beta"))
+        assert value is not None
+        outputs = []
         for head in range(H):
-            state, value = before(head), row(x["value"], head)
-            if by_key is not None:
-                state = _decayed(state, column(by_key, head))
-            if by_value is not None:
-                state = _decayed(state, row(by_value, head))
-            if "beta" in x:
-                recalled = (column(key, head) * state).sum(0, keepdims=True)
-                value = row(x["beta"], head) * (value - recalled)
-            state = state + column(key, head) * value
+            state, added = before(head), value(head)
+            for factor in factors:
+                state = _decayed(state, factor(head))
+            if beta is not None:
+                added = beta(head) * (added - self._sum_keys(key(head) * state))
+            state = state + key(head) * added
             refs.state[i, head] = state
-            output = self.sizes.scale * (column(query, head) * state).sum(0)
-            refs.row[i_token, head] = output.astype(refs.row.dtype)
+            outputs.append(self.sizes.scale * self._sum_keys(query(head) * state))
+        output = jnp.concatenate(outputs, 1).T if self.sizes.keys_last else jnp.concatenate(outputs, 0)
+        refs.row[i_token] = output.astype(refs.row.dtype)
+
+    def _sum_keys(self, x: jax.Array) -> jax.Array:
+        return x.sum(1 if self.sizes.keys_last else 0, keepdims=True)
 
     def _write(self, n: jax.Array, count: Any, length: Any) -> None:
         """Starts to write the state after `count` tokens of a sequence to the slots that get it."""
