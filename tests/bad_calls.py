@@ -112,7 +112,11 @@ POOLS = [
     (POOL | {"writes": WRITES}, ValueError, r"writes: got shape \(2, 2\); expected \[B\] with B=2"),
     (POOL | {"writes": WRITES, "at": WRITES}, ValueError, "writes: got slot 1 twice"),
     (POOL | {"writes": WRITES, "at": ones(2, 2)}, TypeError, "at: got dtype float32"),
-    (POOL | {"platform": "pallas"}, ValueError, "platform: 'pallas' cannot serve this call: it has no pools of states"),
+    (
+        POOL | {"platform": "pallas"},
+        ValueError,
+        "platform: 'pallas' cannot serve this call: head dims K=8, V=8; it takes",
+    ),
 ]
 IDS = np.zeros((2, 6), np.int32)
 SEGMENTS = [

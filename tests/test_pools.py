@@ -293,11 +293,13 @@ def test_empty_calls():
     assert not np.asarray(after[3]).any()
 
 
-@pytest.mark.parametrize("device, serves", [("h100", "triton"), ("v5e", "xla")])
-def test_explain_says_who_serves_pools(device, serves):
-    given = tokens("kda", 4)
+@pytest.mark.parametrize("device, dim, serves", [("h100", K, "triton"), ("v5e", 64, "pallas"), ("v5e", K, "xla")])
+def test_explain_says_who_serves_pools(device, dim, serves):
+    shapes = {"query": (H, dim), "key": (H, dim), "value": (H, V if dim == K else dim), "g": (H, dim), "beta": (H,)}
+    given = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in shapes.items()}
+    states = jax.ShapeDtypeStruct((7, H, dim, shapes["value"][1]), jnp.float32)
     slots = {"cu_seqlens": np.array([0, 4]), "reads": np.array([-1]), "writes": np.array([0])}
-    explanation = ejkernel.explain(ejkernel.kda, **given, states=pool(), **slots, device=device)
+    explanation = ejkernel.explain(ejkernel.kda, **given, states=states, **slots, device=device)
     assert set(explanation.chosen.values()) == {serves}
     if serves == "xla":
-        assert explanation.refused["pallas"] == "it has no pools of states"
+        assert explanation.refused["pallas"] == "head dims K=8, V=6; it takes multiples of 64 up to 256"

@@ -144,10 +144,10 @@ def _walk(walk: Any, runs: _Runs, starts: jax.Array, output: jax.Array, states: 
     """Visits one run of tokens after the other; the pool is written and never read, so it stays where it is."""
 
     def visit(carry: Any, each: _Runs) -> Any:
-        kept, output, states = carry
+        carried, output, states = carry
         start = lax.dynamic_slice_in_dim(starts, each.sequence, 1)
-        kept, state, output = walk.run(each, jnp.where(each.first, start, kept), output)
-        return (kept, output, states.at[each.slot].set(state[0].astype(states.dtype), mode="drop")), None
+        carried, state, output = walk.run(each, jnp.where(each.first, start, carried), output)
+        return (carried, output, states.at[each.slot].set(state[0].astype(states.dtype), mode="drop")), None
 
     carry = jnp.zeros_like(starts[:1]), output, states
     (_, output, states), _ = lax.scan(visit, carry, runs)
@@ -155,14 +155,14 @@ def _walk(walk: Any, runs: _Runs, starts: jax.Array, output: jax.Array, states: 
 
 
 class TokenWalk(NamedTuple):
-    """Token by token; what is kept from run to run is the state."""
+    """Token by token; the state is carried from run to run."""
 
     call: Call
     recurrence: Recurrence
     tokens: Any
 
-    def run(self, each: _Runs, kept: jax.Array, output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What is kept for the next run, the state after this one, and the output with its tokens."""
+    def run(self, each: _Runs, carried: jax.Array, output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the next run takes as `carried`, the state after this run, and the output with its tokens."""
 
         def visit(i: jax.Array, carry: Results) -> Results:
             state, output = carry
@@ -172,7 +172,7 @@ class TokenWalk(NamedTuple):
             read, state = token_walk.step(self.call, self.recurrence.write, token, state)
             return state, lax.dynamic_update_slice_in_dim(output, read, at, 1)
 
-        state, output = lax.fori_loop(each.low, each.high, visit, (kept, output))
+        state, output = lax.fori_loop(each.low, each.high, visit, (carried, output))
         return state, state, output
 
     def _dithered(self, gate: jax.Array, token: Any) -> jax.Array:
@@ -182,7 +182,7 @@ class TokenWalk(NamedTuple):
 
 
 class ChunkWalk(NamedTuple):
-    """Chunk by chunk, counted from a sequence's start; what is kept is the state at the start of the current chunk.
+    """Chunk by chunk, counted from a sequence's start; runs carry the state at the start of the current chunk.
 
     A run that ends inside a chunk computes the chunk up to there, and the next run computes it again.
     """
@@ -191,13 +191,13 @@ class ChunkWalk(NamedTuple):
     recurrence: Recurrence
     tokens: Any
 
-    def run(self, each: _Runs, kept: jax.Array, output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run(self, each: _Runs, carried: jax.Array, output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """As `TokenWalk.run`."""
         C, call, einsum = self.call.largest_chunk, self.call, einsum_of(self.call)
         math = self.recurrence.math(call)
 
         def visit(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            kept, _, output = carry
+            carried, _, output = carry
             number = k * C + jnp.arange(C, dtype=jnp.int32)
             token, inside = each.begin + number, number < each.high
             chunk = jax.tree.map(lambda x: self._cut(x, token, inside), self.tokens)
@@ -205,7 +205,7 @@ class ChunkWalk(NamedTuple):
             first = [chunk.log_decay, getattr(chunk, "value_log_decay", None)]
             gates = [] if first[0] is None else [first[0][:, :, 0, :, None]]
             gates += [] if first[1] is None else [first[1][:, :, 0, None, :]]
-            start = decayed(kept, *gates)
+            start = decayed(carried, *gates)
             chunk = map_gates(lambda x: jnp.where((number == k * C)[:, None], 0, x), chunk)
             effect = math.effect(chunk, einsum)
             state, extra = math.advance(effect.transition, start, einsum)
@@ -213,9 +213,9 @@ class ChunkWalk(NamedTuple):
             read = jnp.moveaxis(read[0], 1, 0).astype(call.dtype)
             token = jnp.where(inside & (number >= each.low), token, call.tokens)
             output = output.at[0, token].set(read, mode="drop")
-            return jnp.where(each.high >= (k + 1) * C, state, kept), state, output
+            return jnp.where(each.high >= (k + 1) * C, state, carried), state, output
 
-        return lax.fori_loop(each.low // C, -(-each.high // C), visit, (kept, kept, output))
+        return lax.fori_loop(each.low // C, -(-each.high // C), visit, (carried, carried, output))
 
     def _cut(self, x: jax.Array, token: jax.Array, inside: jax.Array) -> jax.Array:
         """A chunk's tokens of `x [1, T, heads, ·]`, 0 where they are not `inside`: `[1, H, C, ·]`."""
@@ -226,15 +226,16 @@ class ChunkWalk(NamedTuple):
 
 def implementations(recurrence: Recurrence, triton: str) -> tuple[Implementation, ...]:
     """The implementations of a recurrence's calls with pools; `triton` is the module of its Triton kernels."""
+    pallas = "chunks.pallas.pools"
 
     def run_here(call: PooledCall, *arrays: jax.Array | None) -> Results:
         return run(recurrence, call, *arrays)
 
-    def refused(call: PooledCall) -> str:
-        return "it has no pools of states"
+    def run_on_tpus(call: PooledCall, *arrays: jax.Array | None) -> Results:
+        return Later(pallas, "run")(recurrence, call, *arrays)
 
     return (
-        Implementation("pallas", ("tpu",), refused, run_here),
+        Implementation("pallas", ("tpu",), Later(pallas, "supports"), run_on_tpus, splits=False),
         Implementation(
             "triton", ("cuda",), Later(triton, "supports_pooled"), Later(triton, "run_pooled"), splits=False
         ),

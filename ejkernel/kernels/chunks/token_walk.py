@@ -135,10 +135,10 @@ class _Marks(NamedTuple):
 
 
 def _marks(call: Call, inputs: Inputs, ids: jax.Array) -> _Marks:
-    found = runs(ids)
-    first, of_row = found.first_visited(call), found.first_of_row(call)
+    sequences = runs(ids)
+    first, of_row = sequences.first_visited(call), sequences.first_of_row(call)
     reset = first & ~of_row
-    return _Marks(found.valid, reset, ~found.valid | (first if inputs.initial_state is None else reset))
+    return _Marks(sequences.valid, reset, ~sequences.valid | (first if inputs.initial_state is None else reset))
 
 
 def _select(arrays: Arrays, marks: _Marks) -> Arrays:

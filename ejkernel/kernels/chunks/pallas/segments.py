@@ -21,7 +21,7 @@ from ejkernel.kernels.chunks.pallas.plan import TOKENS, Sizes
 
 
 def kernels(recurrence: Recurrence) -> Kernels:
-    """A recurrence's passes, of calls with ids too."""
+    """The passes of a recurrence, which serve rows of several sequences too."""
     plain = functools.partial(passes.forward, recurrence)
     plain_backward = functools.partial(passes.backward, recurrence)
 
@@ -29,21 +29,21 @@ def kernels(recurrence: Recurrence) -> Kernels:
         if not call.segmented:
             return plain(keep, call, sizes, inputs)
         rows = _Rows.of(call, inputs)
-        output, final, kept = plain(keep, one_sequence(call), replace(sizes, joined=True), rows.joined(inputs))
+        output, final, residuals = plain(keep, one_sequence(call), replace(sizes, joined=True), rows.joined(inputs))
         output = _where_tokens(rows.valid, output, 0)
         output = _where_tokens(rows.bad_query | rows.from_on(rows.bad, call.reverse), jnp.nan, output)
         final = jnp.where(_beside_states((rows.last & rows.bad).any(1)), jnp.nan, final)
         if inputs.initial_state is not None:
             final = jnp.where(_beside_states(rows.valid.any(1)), final, inputs.initial_state.astype(F32))
-        return output, final, kept
+        return output, final, residuals
 
     def backward(
-        wanted: Inputs, call: Call, sizes: Sizes, inputs: Inputs, kept: Any, d_output: jax.Array, d_final: Any
+        wanted: Inputs, call: Call, sizes: Sizes, inputs: Inputs, residuals: Any, d_output: jax.Array, d_final: Any
     ) -> Inputs:
         if not call.segmented:
-            return plain_backward(wanted, call, sizes, inputs, kept, d_output, d_final)
+            return plain_backward(wanted, call, sizes, inputs, residuals, d_output, d_final)
         rows = _Rows.of(call, inputs)
-        given, pull = jax.vjp(rows.joined, inputs._replace(cu_seqlens=None))
+        joined, pull = jax.vjp(rows.joined, inputs._replace(cu_seqlens=None))
         lost = rows.valid & ~_all_finite(d_output)
         spoilt = rows.sequences_with(rows.bad | rows.bad_query | lost)
         if d_final is not None:
@@ -51,17 +51,17 @@ def kernels(recurrence: Recurrence) -> Kernels:
             spoilt = spoilt | (rows.last & unknown[:, None])
             d_final = jnp.where(_beside_states(unknown), 0, d_final)
         d_output = _where_tokens(rows.valid & ~lost, d_output, 0)
-        joined = one_sequence(call), replace(sizes, joined=True)
-        cotangents = plain_backward(wanted, *joined, given, kept, d_output, d_final)
-        filled: Any = [_or_zeros(*each) for each in zip(cotangents, given, strict=True)]
-        (found,) = pull(Inputs(*filled))
-        return rows.marked(found, spoilt)
+        plan = one_sequence(call), replace(sizes, joined=True)
+        cotangents = plain_backward(wanted, *plan, joined, residuals, d_output, d_final)
+        d_joined: Any = [_or_zeros(*each) for each in zip(cotangents, joined, strict=True)]
+        (d_inputs,) = pull(Inputs(*d_joined))
+        return rows.marked(d_inputs, spoilt)
 
     return Kernels(forward, backward, recurrence.xla)
 
 
 def one_sequence(call: Any) -> Any:
-    """The call or, of one with ids, that with one sequence a row and gates that can forget."""
+    """The call as the kernels run it: one sequence a row, with gates, since one of `-inf` begins a sequence."""
     if not call.segmented:
         return call
     return replace(call, segmented=False, decay="key" if call.decay == "key" else "head")
@@ -136,19 +136,19 @@ class _Rows(NamedTuple):
         """All tokens of sequences that have any of these."""
         return self.from_on(which, False) | self.from_on(which, True)
 
-    def marked(self, found: Inputs, spoilt: jax.Array) -> Inputs:
-        """Gradients, not numbers where sequences are spoilt."""
+    def marked(self, cotangents: Inputs, spoilt: jax.Array) -> Inputs:
+        """The cotangents, with NaN for tokens that are `spoilt` and for the initial states of their sequences."""
         marked: dict[str, Any] = {}
         for name in (*TOKENS, "beta", "log_decay"):
-            x = getattr(found, name)
+            x = getattr(cotangents, name)
             if x is not None and not (name == "log_decay" and self.call.decay == "constant"):
                 marked[name] = _where_tokens(spoilt, jnp.nan, x)
-        if found.log_decay is not None and self.call.decay == "constant":
-            marked["log_decay"] = jnp.where(spoilt.any(1)[:, None], jnp.nan, found.log_decay)
-        if found.initial_state is not None:
-            own = (spoilt & self.first).any(1)
-            marked["initial_state"] = jnp.where(_beside_states(own), jnp.nan, found.initial_state)
-        return found._replace(**marked)
+        if cotangents.log_decay is not None and self.call.decay == "constant":
+            marked["log_decay"] = jnp.where(spoilt.any(1)[:, None], jnp.nan, cotangents.log_decay)
+        if cotangents.initial_state is not None:
+            start_spoilt = (spoilt & self.first).any(1)
+            marked["initial_state"] = jnp.where(_beside_states(start_spoilt), jnp.nan, cotangents.initial_state)
+        return cotangents._replace(**marked)
 
 
 def _all_finite(x: jax.Array) -> jax.Array:
