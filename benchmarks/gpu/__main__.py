@@ -3,19 +3,20 @@
 python -m benchmarks.gpu [--parts tests,layers] [--seconds 500] [row ...]
 
 Parts run one after the other, each in a process of its own, so that one that breaks takes no other with it. `tests` are
-those that need a GPU, the most telling first. Each other part times rows, prints each as it comes, and writes those it
-has so far to `benchmarks/results/PART_h200.json` on an H200, from which the pages are made. The exit status is 1 if
-anything failed. A row that there was no time left for keeps the numbers that it had.
+those that need a GPU, the most telling first, and `bench` is `ejkernel bench`. The other parts time rows: they print
+each as it comes, and write those there are to `benchmarks/results/PART_h200.json` (on an H200), from which the pages
+are made. The exit status is 1 if anything failed. A row that there was no time left for keeps the numbers that it had.
 
-Without a GPU, `--described --parts layers` (or `steps`, `serving`) compiles for an H200, and counts what programs do.
+Without a GPU, `--described` compiles the programs of layers, steps and serving for an H200, and counts what they do.
 """
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +35,13 @@ PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "serving": ("serving", {}),
     "heads": ("ops", {}),
     "phases": ("phases", {}),
+    # docs/benchmarks.md is made from its rows
+    "bench": ("bench", {}),
     # needs PyTorch, and runs only when it is named
     "flex": ("attention", {}),
 }
 DEFAULT = [TESTS, *(each for each in PARTS if each != "flex")]
+DESCRIBED = ["layers", "steps", "serving"]
 # a kernel that is wrong shows here within minutes; the other files come after
 FIRST = [
     "kernels/convolution/test_triton_convolution_gpu.py",
@@ -54,12 +58,12 @@ FIRST = [
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Tests and times of one NVIDIA GPU.")
     parser.add_argument("rows", nargs="*", metavar="row", help="which rows, all if none")
-    parser.add_argument("--parts", default=",".join(DEFAULT), help="with commas between: %(default)s, or flex")
+    parser.add_argument("--parts", help=f"with commas between, all but flex if none: {', '.join((TESTS, *PARTS))}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after so many seconds")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results", help="of the results files")
     parser.add_argument("--described", action="store_true", help="compile for an H200, time nothing")
     given = parser.parse_args(arguments)
-    parts = given.parts.split(",")
+    parts = given.parts.split(",") if given.parts else DESCRIBED if given.described else DEFAULT
     if unknown := [each for each in parts if each not in (TESTS, *PARTS)]:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join((TESTS, *PARTS))}")
     if not given.described and (problem := missing()):
@@ -86,27 +90,32 @@ def missing() -> str:
 def run(part: str, given: argparse.Namespace, seconds: float) -> int:
     """The exit status of a part in a process of its own."""
     if part == TESTS:
-        return tests(seconds)
+        return ended([sys.executable, "-m", "pytest", "-m", "gpu", *test_files()], os.environ, seconds)
     module, settings = PARTS[part]
     command = [sys.executable, "-m", "benchmarks.gpu.part", f"{module}:{part}", str(given.folder), str(seconds)]
     if given.described:
-        return subprocess.run([*command, "--described", *given.rows], cwd=ROOT).returncode
+        return ended([*command, "--described", *given.rows], os.environ, seconds)
     environment = os.environ | {name: f"{os.environ.get(name, '')} {value}".strip() for name, value in settings.items()}
-    return subprocess.run([*command, *given.rows], cwd=ROOT, env=environment).returncode
+    # a part stops by itself between two rows; this is for one that hangs
+    return ended([*command, *given.rows], environment, seconds + 120)
 
 
-def tests(seconds: float) -> int:
-    """Those that need a GPU; ended when time is up, which counts as failed."""
+def test_files() -> list[str]:
     folder = ROOT / "tests"
     others = sorted(str(each.relative_to(folder)) for each in folder.rglob("test_*.py"))
-    files = [f"tests/{each}" for each in [*FIRST, *(each for each in others if each not in FIRST)]]
-    try:
-        timeout = None if seconds == float("inf") else seconds
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "gpu", *files], cwd=ROOT, timeout=timeout
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return 1
+    return [f"tests/{each}" for each in [*FIRST, *(each for each in others if each not in FIRST)]]
+
+
+def ended(command: list[str], environment: Mapping[str, str], seconds: float) -> int:
+    """The exit status of a command, which is interrupted after so many seconds, and killed soon after."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    for stop in (process.send_signal, lambda _: process.kill()):
+        try:
+            return process.wait(None if seconds == float("inf") else seconds)
+        except subprocess.TimeoutExpired:
+            stop(signal.SIGINT)
+            seconds = 20.0
+    return process.wait()
 
 
 if __name__ == "__main__":

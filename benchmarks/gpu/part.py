@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.gpu import rows
+from benchmarks.gpu import bench, rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(arguments)
     until = time.monotonic() + given.seconds
     module, name = given.part.split(":")
+    if name == "bench":
+        return bench.main(given.folder / f"bench_{device()}.json")
     part = importlib.import_module(f"benchmarks.gpu.{module}").PARTS[name]
     known = [work.name for work in part.works]
     if unknown := set(given.names) - set(known):

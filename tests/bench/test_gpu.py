@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -29,6 +31,8 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
 
 def test_every_part_is_there_and_has_rows_of_its_own():
     for name, (module, _) in command.PARTS.items():
+        if name == "bench":  # rows of `ejkernel bench`
+            continue
         found = import_module(f"benchmarks.gpu.{module}").PARTS[name]
         names = [work.name for work in found.works]
         assert names and len(set(names)) == len(names), name
@@ -159,6 +163,30 @@ def test_a_failed_part_leaves_the_others(tmp_path, monkeypatch, capsys):
     assert command.main(["--parts", "serving", "--seconds", "0"]) == 1 and begun[2:] == ["serving"]
     with pytest.raises(SystemExit):
         command.main(["--parts", "nothing"])
+
+
+@pytest.mark.parametrize("script", ["import time; time.sleep(60)", "raise SystemExit(3)"])
+def test_a_part_that_hangs_is_interrupted(script):
+    start = time.monotonic()
+    status = command.ended([sys.executable, "-c", script], os.environ, 3.0)
+    assert status == 3 if "Exit" in script else status != 0
+    assert time.monotonic() - start < 30
+
+
+def test_files_come_once_and_the_most_telling_first():
+    files = command.test_files()
+    assert files[: len(command.FIRST)] == [f"tests/{each}" for each in command.FIRST]
+    assert len(files) == len(set(files)) and "tests/test_attention.py" in files
+
+
+def test_bench_asks_for_what_the_page_shows(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(part.bench.command, "main", lambda arguments: asked.append(arguments) or 0)
+    assert part.main(["bench:bench", str(tmp_path), "9"]) == 0
+    (arguments,) = asked
+    shown = json.loads((rows.RESULTS / "bench_h200.json").read_text())["rows"]
+    assert {row["op"] for row in shown} == set(arguments[: len(part.bench.OPS)])
+    assert {str(row["tokens"]) for row in shown} <= set(arguments)
 
 
 def test_an_unknown_row_is_told(tmp_path, capsys):
