@@ -305,10 +305,7 @@ def _layer_steps() -> Iterator[list[str]]:
     ]
     for row in _read("steps_compiled")["rows"]:
         layer, kind = row["name"].split(", ")
-        # a cache is read, and a token of it written
-        twice = 1 if layer == "MultiHeadAttention" else 2
-        least = row["parameters_mb"] + twice * row["carried_mb"]
-        cells = [_kernels(row), f"{_moved(row):.1f}", f"{least:.1f}"]
+        cells = [_kernels(row), f"{_moved(row):.1f}", f"{_least(row):.1f}"]
         yield [f"`{layer}`", kind.removeprefix("step B"), *cells]
 
 
@@ -318,6 +315,52 @@ def _layer_training() -> Iterator[list[str]]:
     for row in _read("layers_compiled")["rows"]:
         layer, kind = row["name"].split(", ")
         yield [f"`{layer}`", kind, _kernels(row), f"{row['others_mb']:.0f}"]
+
+
+def _layer_times() -> Iterator[list[str]]:
+    """Milliseconds of whole layers, forward / with gradients."""
+    rows = {row["name"]: row for row in _read("layers_h200")["rows"]}
+    yield ["layer", "`B8 T4096`", "packed", "its projections alone"]
+    for layer in dict.fromkeys(name.split(", ")[0] for name in rows):
+
+        def cell(kind: str, number: str = "ms", layer: str = layer) -> str:
+            found = (rows.get(f"{layer}, {kind}{each}", {}) for each in DIRECTIONS)
+            return " / ".join(_short(each.get(number)) for each in found)
+
+        yield [f"`{layer}`", cell(""), cell("packed "), cell("", "projections_ms")]
+
+
+DIRECTIONS = ("forward", "gradients")
+
+
+def _step_times() -> Iterator[list[str]]:
+    """Milliseconds of a token of 24 layers, and of reading and writing its bytes."""
+    found = _read("steps_h200")
+    times = {row["name"]: row["ms"] for row in found["rows"]}
+    counts = {row["name"]: _least(row) for row in _read("steps_compiled")["rows"]}
+    yield ["layer", "one row", "bytes", "64 rows", "bytes"]
+    for layer in dict.fromkeys(name.split(", ")[0] for name in times):
+        cells = [f"`{layer}`"]
+        for rows in (1, 64):
+            name = f"{layer}, step B{rows}"
+            least = counts.get(name)
+            bandwidth = found["copy_bandwidth_tb_s"] * 1e3
+            cells += [_short(times.get(name)), _short(least and 24 * least / bandwidth)]
+        yield cells
+
+
+def _least(row: dict[str, Any]) -> float:
+    """MB of a step's weights, and of the states that it reads and writes."""
+    # a cache is read, and a token of it written
+    twice = 1 if row["name"].startswith("MultiHeadAttention") else 2
+    return row["parameters_mb"] + twice * row["carried_mb"]
+
+
+def _short(number: float | None) -> str:
+    """To two digits, or three from 10 on."""
+    if number is None:
+        return "-"
+    return f"{number:#.2g}" if number < 10 else f"{number:#.3g}"
 
 
 def _kernels(row: dict[str, Any]) -> str:
@@ -397,6 +440,8 @@ TABLES = {
     "layers": _layers,
     "layer_steps": _layer_steps,
     "layer_training": _layer_training,
+    "layer_times": _layer_times,
+    "step_times": _step_times,
     "layers_files": _layers_files,
     "layers_versions": _layers_versions,
     "flash": _flash,

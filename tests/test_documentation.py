@@ -145,6 +145,21 @@ def test_comparisons_are_what_was_measured(pages):
         assert [row for row in pages["peers.html"].rows if row and row[0] == op], f"{op} stands beside nothing"
 
 
+def test_times_of_layers_are_what_was_measured(pages):
+    """A dash stands for what was not timed; bytes are those of the compiled steps at the speed of a copy."""
+    training = next(row for row in pages["gpu.html"].rows if row and row[0] == "GatedDeltaNet")
+    rows = {row["name"]: row for row in measured("layers_h200")}
+    forward, gradients = (rows.get(f"GatedDeltaNet, {each}", {}) for each in ("forward", "gradients"))
+    for cell, number in ((training[1], "ms"), (training[3], "projections_ms")):
+        said = [None if each == "-" else float(each) for each in cell.split(" / ")]
+        assert said == [each and pytest.approx(each, rel=0.05) for each in (forward.get(number), gradients.get(number))]
+    step = next(row for row in pages["decoding.html"].rows if row and row[0] == "GatedDeltaNet")
+    (one,) = (row["ms"] for row in measured("steps_h200") if row["name"] == "GatedDeltaNet, step B1")
+    (count,) = (row for row in measured("steps_compiled") if row["name"] == "GatedDeltaNet, step B1")
+    least = 24 * (count["parameters_mb"] + 2 * count["carried_mb"]) / 4154
+    assert [float(each) for each in step[1:3]] == [pytest.approx(one, rel=0.05), pytest.approx(least, rel=0.05)]
+
+
 def test_the_readme_and_the_start_page_say_the_same_of_why():
     readme, start = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
     why = re.search(r"^## Why this one$.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)[0]
