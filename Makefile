@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # JAX's own threads and pytest-xdist share the cores; two workers fill a small machine.
 WORKERS ?= 2
 
-.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench tpu tpu-training mesh clean
+.PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench gpu tpu tpu-training mesh clean
 
 demo: $(VENV)/.demo
 	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
@@ -69,6 +69,11 @@ bench: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.spread_time --json benchmarks/results/spread_time.json
 
+# On a machine with an NVIDIA GPU, with the JAX for its driver: the tests that need one, then every time that the pages
+# show of one. GPU='--parts tests,layers --seconds 500' chooses parts and ends in time.
+gpu: $(VENV)/.gpu
+	$(BIN)/python -m benchmarks.gpu $(GPU)
+
 # Compiles the TPU kernels for five generations with their own compiler, which needs no TPU, and writes what docs/tpu.md
 # shows. An hour on two cores; interrupted, it goes on where it was.
 TPU := JAX_PLATFORMS=cpu PYTHONPATH=. $(VENV)-tpu/bin/python -m benchmarks.tpu
@@ -126,6 +131,11 @@ $(VENV)-newest/.test: pyproject.toml
 
 $(VENV)-newest/.dev: $(VENV)-newest/.test
 	$(VENV)-newest/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+CUDA ?= cuda13
+$(VENV)/.gpu: $(VENV)/.dev
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check 'jax[$(CUDA)]' -e '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

@@ -1,6 +1,7 @@
 """`python -m benchmarks [name ...] [--json FILE]`: holds the library to the ratios that it promises.
 
-Each of `BENCHMARKS` is a module of this folder with a `run() -> list[Row]`. `ejkernel bench` is for every machine.
+Each of `BENCHMARKS` is a module of this folder with a `run() -> list[Row]`. `python -m benchmarks.gpu` times
+one NVIDIA GPU, and `ejkernel bench` is for every machine.
 """
 
 import argparse
@@ -18,10 +19,6 @@ BENCHMARKS = (
     "cumsum",
     "delta_rule",
     "flash_attention",
-    "gpu_attention",
-    "gpu_convolution",
-    "gpu_delta_rule",
-    "gpu_linear_recurrence",
     "linear_recurrence",
     "one_query",
     "overhead",

@@ -7,47 +7,20 @@ ours another library takes.
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 MARKER = re.compile(r"^<!-- measured: (\w+) -->$", re.MULTILINE)
 
-# what the rows of benchmarks/gpu_linear_recurrence.py are, B8 T4096 H16 K128 V128 in
-# bfloat16 where nothing else is said
-CALLS = {
-    "gla": "`recurrent_gla`, mild gates",
-    "gla-unscaled": "`recurrent_gla`, ordinary gates",
-    "gla-strong": "`recurrent_gla`, strong gates everywhere",
-    "gla-shipped": "`recurrent_gla`, Kimi-K3's gates",
-    "simple_gla": "`simple_gla`",
-    "g_gamma": "`retention`, `lightning_attn`",
-    "g_gamma-learned": "`recurrent`, learned `g_gamma`",
-    "none": "`linear_attention`",
-    "decode": "`recurrent_gla`, one token, `B256`",
-    "gla-long": "`recurrent_gla`, `B1 T65536`",
-    "gla-narrow": "`recurrent_gla`, `B2 T8192 H4`",
-    "gla-T32768": "`recurrent_gla`, `B1 T32768`",
-    "gla-T32768-packed": "the same, 32 uneven sequences packed",
-    "gla-K64-V64": "`recurrent_gla`, `B32 T2048 H8 K64 V64`",
-    "gla-K64-V128": "`recurrent_gla`, `K64`",
-    "gla-K256-V256": "`recurrent_gla`, `H8 K256 V256`",
-    "gla-float32": "`recurrent_gla`, float32",
-    "simple_gla-float32": "`simple_gla`, float32",
-    "gla-float16": "`recurrent_gla`, float16",
-    "simple_gla-float16": "`simple_gla`, float16",
-}
-# and those of benchmarks/gpu_delta_rule.py
-DELTA_RULE = {
-    "delta": "`delta_rule`",
-    "gated": "`gated_delta_rule`",
-    "kda": "`kda`, mild gates",
-    "kda-bounded": "`kda`, Kimi-K3's gates",
-    "kda-strong": "`kda`, strong gates everywhere",
-    "gated-long": "`gated_delta_rule`, `B1 T65536`",
-    "gated-B32": "`gated_delta_rule`, `B32 T1024`",
-    "gated-T32768-packed": "the same tokens, 32 uneven sequences packed",
-}
+# rows of benchmarks/gpu/ops.py that a page shows elsewhere, or not at all
+UNSHOWN = (
+    "gated_delta_rule, float32",
+    "gated_delta_rule, one token, B256",
+    "kda, B1 T65536",
+)
+OPS = ("linear_recurrence_h200", "delta_rule_h200")
 PEERS = {
     "scan": "`lax.scan`",
     "jax.nn": "`jax.nn`, XLA",
@@ -69,28 +42,19 @@ def _table(*rows: Iterable[str]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-Calls = Iterator[tuple[str, dict[str, dict[str, Any]]]]
-
-
-def _recurrence() -> Calls:
-    return _calls("linear_recurrence_h200", CALLS)
-
-
-def _delta_rule() -> Calls:
-    return _calls("delta_rule_h200", DELTA_RULE)
-
-
-def _calls(results: str, calls: dict[str, str]) -> Calls:
+def _calls(results: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Each call and its rows, by direction."""
-    found = {row["name"]: row for row in _read(results)["rows"]}
-    for name, call in calls.items():
-        both = {"forward": name, "forward + backward": f"{name}-backward"}
-        yield call, {each: found[row] for each, row in both.items() if row in found}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _read(results)["rows"]:
+        direction = row["direction"].replace("+", " + ")
+        if row["name"] not in UNSHOWN:
+            found.setdefault(row["name"], {})[direction] = row
+    yield from ((_call(name), rows) for name, rows in found.items())
 
 
 def _fla() -> Iterator[list[str]]:
     yield ["times", "call", "direction", "ours, ms", "fla, ms"]
-    for call, rows in (*_recurrence(), *_delta_rule()):
+    for call, rows in chain(*map(_calls, OPS)):
         for direction, row in rows.items():
             if theirs := row["fla_ms"]:
                 times = _times(theirs / row["ms"])
@@ -105,12 +69,10 @@ NUMBERS = {
 }
 
 
-def _triton(
-    calls: Calls, numbers: dict[str, tuple[str, str]] = NUMBERS
-) -> Iterator[list[str]]:
-    yield ["call", *(title for title, _ in numbers.values())]
-    for call, rows in calls:
-        cells = (_both(rows, name, form) for name, (_, form) in numbers.items())
+def _triton(results: str) -> Iterator[list[str]]:
+    yield ["call", *(title for title, _ in NUMBERS.values())]
+    for call, rows in _calls(results):
+        cells = (_both(rows, name, form) for name, (_, form) in NUMBERS.items())
         yield [call, *cells]
 
 
@@ -128,25 +90,14 @@ def _both(rows: dict[str, dict[str, Any]], name: str, form: str) -> str:
 
 def _cudnn() -> Iterator[list[str]]:
     yield ["times", "query / key heads", "direction", "ours, ms", "cuDNN, ms"]
-    groups: dict[str, dict[str, Any]] = {}
     for row in _read("attention_h200")["rows"]:
-        groups.setdefault(row["group"], {})[row["name"]] = row
-    for group, rows in groups.items():
-        _, _, heads, direction, calls = group.split(", ")
-        ours, theirs = rows["flash_attention"], rows["cuDNN"]
-        count = int(calls.split()[0])
-        milliseconds = [f"{row['median_ms'] / count:.3f}" for row in (ours, theirs)]
-        direction = direction.replace("+", " + ")
-        yield [
-            _times(1 / ours["ratio"]),
-            heads.replace(" heads", ""),
-            direction,
-            *milliseconds,
-        ]
+        direction = row["direction"].replace("+", " + ")
+        milliseconds = (f"{row[each]:.3f}" for each in ("ours_ms", "cudnn_ms"))
+        yield [_times(1 / row["ratio"]), row["name"], direction, *milliseconds]
 
 
 def _attention() -> dict[str, dict[str, dict[str, Any]]]:
-    """The rows of benchmarks/gpu_flash_attention.py, by call and direction."""
+    """The rows of benchmarks/gpu/attention.py, by call and direction."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in _read("flash_attention_h200")["rows"]:
         direction = row["direction"].replace("+", " + ")
@@ -352,14 +303,10 @@ def _layer_steps() -> Iterator[list[str]]:
         "MB moved",
         "MB of parameters, and of states read and written",
     ]
-    for row in _read("layers_compiled")["rows"]:
+    for row in _read("steps_compiled")["rows"]:
         layer, kind = row["name"].split(", ")
-        if kind.startswith("step "):
-            # a cache is read, and a token of it written
-            twice = 1 if layer == "MultiHeadAttention" else 2
-            least = row["parameters_mb"] + twice * row["carried_mb"]
-            cells = [_kernels(row), f"{_moved(row):.1f}", f"{least:.1f}"]
-            yield [f"`{layer}`", kind.removeprefix("step B"), *cells]
+        cells = [_kernels(row), f"{_moved(row):.1f}", f"{_least(row):.1f}"]
+        yield [f"`{layer}`", kind.removeprefix("step B"), *cells]
 
 
 def _layer_training() -> Iterator[list[str]]:
@@ -367,8 +314,53 @@ def _layer_training() -> Iterator[list[str]]:
     yield ["layer", "", "kernels: products, ours, other", "MB moved by others"]
     for row in _read("layers_compiled")["rows"]:
         layer, kind = row["name"].split(", ")
-        if not kind.startswith("step "):
-            yield [f"`{layer}`", kind, _kernels(row), f"{row['others_mb']:.0f}"]
+        yield [f"`{layer}`", kind, _kernels(row), f"{row['others_mb']:.0f}"]
+
+
+def _layer_times() -> Iterator[list[str]]:
+    """Milliseconds of whole layers, forward / with gradients."""
+    rows = {row["name"]: row for row in _read("layers_h200")["rows"]}
+    yield ["layer", "`B8 T4096`", "packed", "its projections alone"]
+    for layer in dict.fromkeys(name.split(", ")[0] for name in rows):
+
+        def cell(kind: str, number: str = "ms", layer: str = layer) -> str:
+            found = (rows.get(f"{layer}, {kind}{each}", {}) for each in DIRECTIONS)
+            return " / ".join(_short(each.get(number)) for each in found)
+
+        yield [f"`{layer}`", cell(""), cell("packed "), cell("", "projections_ms")]
+
+
+DIRECTIONS = ("forward", "gradients")
+
+
+def _step_times() -> Iterator[list[str]]:
+    """Milliseconds of a token of 24 layers, and of reading and writing its bytes."""
+    found = _read("steps_h200")
+    times = {row["name"]: row["ms"] for row in found["rows"]}
+    counts = {row["name"]: _least(row) for row in _read("steps_compiled")["rows"]}
+    yield ["layer", "one row", "bytes", "64 rows", "bytes"]
+    for layer in dict.fromkeys(name.split(", ")[0] for name in times):
+        cells = [f"`{layer}`"]
+        for rows in (1, 64):
+            name = f"{layer}, step B{rows}"
+            least = counts.get(name)
+            bandwidth = found["copy_bandwidth_tb_s"] * 1e3
+            cells += [_short(times.get(name)), _short(least and 24 * least / bandwidth)]
+        yield cells
+
+
+def _least(row: dict[str, Any]) -> float:
+    """MB of a step's weights, and of the states that it reads and writes."""
+    # a cache is read, and a token of it written
+    twice = 1 if row["name"].startswith("MultiHeadAttention") else 2
+    return row["parameters_mb"] + twice * row["carried_mb"]
+
+
+def _short(number: float | None) -> str:
+    """To two digits, or three from 10 on."""
+    if number is None:
+        return "-"
+    return f"{number:#.2g}" if number < 10 else f"{number:#.3g}"
 
 
 def _kernels(row: dict[str, Any]) -> str:
@@ -448,13 +440,13 @@ TABLES = {
     "layers": _layers,
     "layer_steps": _layer_steps,
     "layer_training": _layer_training,
+    "layer_times": _layer_times,
+    "step_times": _step_times,
     "layers_files": _layers_files,
     "layers_versions": _layers_versions,
     "flash": _flash,
-    "triton": lambda: _triton(
-        _recurrence(), NUMBERS | {"compile_s": ("compile, s", "{:.1f}")}
-    ),
-    "delta_rule": lambda: _triton(_delta_rule()),
+    "linear_recurrence": lambda: _triton("linear_recurrence_h200"),
+    "delta_rule": lambda: _triton("delta_rule_h200"),
     "fla": _fla,
     "cudnn": _cudnn,
     "pytorch": _pytorch,

@@ -137,7 +137,7 @@ def test_examples_show_their_code(pages):
 
 
 def test_comparisons_are_what_was_measured(pages):
-    (gla,) = (row for row in measured("linear_recurrence_h200") if row["name"] == "gla-backward")
+    gla = measured_ops()["recurrent_gla, mild gates"]
     times = f"{gla['fla_ms'] / gla['ms']:.2f}"
     ours, theirs = f"{gla['ms']:.3f}", f"{gla['fla_ms']:.2f}"
     assert [times, "recurrent_gla, mild gates", "forward + backward", ours, theirs] in pages["peers.html"].rows
@@ -145,22 +145,36 @@ def test_comparisons_are_what_was_measured(pages):
         assert [row for row in pages["peers.html"].rows if row and row[0] == op], f"{op} stands beside nothing"
 
 
+def test_times_of_layers_are_what_was_measured(pages):
+    """A dash stands for what was not timed; bytes are those of the compiled steps at the speed of a copy."""
+    training = next(row for row in pages["gpu.html"].rows if row and row[0] == "GatedDeltaNet")
+    rows = {row["name"]: row for row in measured("layers_h200")}
+    forward, gradients = (rows.get(f"GatedDeltaNet, {each}", {}) for each in ("forward", "gradients"))
+    for cell, number in ((training[1], "ms"), (training[3], "projections_ms")):
+        said = [None if each == "-" else float(each) for each in cell.split(" / ")]
+        assert said == [each and pytest.approx(each, rel=0.05) for each in (forward.get(number), gradients.get(number))]
+    step = next(row for row in pages["decoding.html"].rows if row and row[0] == "GatedDeltaNet")
+    (one,) = (row["ms"] for row in measured("steps_h200") if row["name"] == "GatedDeltaNet, step B1")
+    (count,) = (row for row in measured("steps_compiled") if row["name"] == "GatedDeltaNet, step B1")
+    least = 24 * (count["parameters_mb"] + 2 * count["carried_mb"]) / 4154
+    assert [float(each) for each in step[1:3]] == [pytest.approx(one, rel=0.05), pytest.approx(least, rel=0.05)]
+
+
 def test_the_readme_and_the_start_page_say_the_same_of_why():
     readme, start = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
     why = re.search(r"^## Why this one$.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)[0]
     assert why.replace("docs/assets/", "assets/") in start
-    rows = {row["name"]: row for each in ("linear_recurrence_h200", "delta_rule_h200") for row in measured(each)}
-    names = {
-        "recurrent_gla": "gla",
-        "simple_gla": "simple_gla",
-        "retention": "g_gamma",
-        "delta_rule": "delta",
-        "kda": "kda",
-    }
-    for op, name in names.items():
-        row = rows[f"{name}-backward"]
-        beside = "beside fla's" if op == "recurrent_gla" else "beside"
-        assert f"{op} {row['ms']:.2f} {beside} {row['fla_ms']:.2f}" in " ".join(why.split())
+    for name, row in measured_ops().items():
+        op, *gates = name.split(", ")
+        if row["fla_ms"] and gates in ([], ["mild gates"]) and op != "gated_delta_rule":
+            beside = "beside fla's" if op == "recurrent_gla" else "beside"
+            assert f"{op} {row['ms']:.2f} {beside} {row['fla_ms']:.2f}" in " ".join(why.split())
+
+
+def measured_ops():
+    """Rows of ops with gradients, by name."""
+    rows = [row for file in ("linear_recurrence_h200", "delta_rule_h200") for row in measured(file)]
+    return {row["name"]: row for row in rows if row["direction"] == "forward+backward"}
 
 
 def measured(name):

@@ -2,15 +2,14 @@
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_flash_attention
+from benchmarks.gpu import attention, rows
 from ejkernel.kernels import _launch
 from ejkernel.kernels.attention import cudnn
 
-RESULTS = Path(gpu_flash_attention.__file__).parent / "results" / "flash_attention_h200.json"
+RESULTS = rows.RESULTS / "flash_attention_h200.json"
 PLATFORMS = ("cudnn", "triton", "xla")
 
 
@@ -23,7 +22,7 @@ def measured():
 
 
 # rows that were added since the last run wait for the next
-WORKS = [work for work in gpu_flash_attention.WORKS if work.name in measured()]
+WORKS = [work for work in attention.WORKS if work.name in measured()]
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +33,13 @@ def hopper(monkeypatch):
 
 
 def test_most_rows_are_measured():
-    assert len(WORKS) > 0.9 * len(gpu_flash_attention.WORKS)
+    assert len(WORKS) > 0.9 * len(attention.WORKS)
 
 
 @pytest.mark.parametrize("work", WORKS, ids=[work.name for work in WORKS])
 def test_the_fastest_is_chosen(work):
     times = measured()[work.name]
-    chosen = gpu_flash_attention.chosen(work)
+    chosen = attention.chosen(work)
     if work.bias and "cudnn" in times:
         # Triton is faster, but of a bias that is huge throughout a row it leaves less (`cudnn.slower`)
         assert chosen == "cudnn"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels import _differentiable, _pallas, _varying
+from ejkernel.kernels import _mapping, _pallas, _varying
 from ejkernel.kernels.chunks import pools
 from ejkernel.kernels.chunks.call import Call
 from ejkernel.kernels.chunks.pallas.plan import DTYPES, LANES, LARGEST_DIM
@@ -89,7 +89,7 @@ def run(recurrence: Recurrence, pooled: PooledCall, *arrays: jax.Array | None) -
         output, states = _pallas.launch(by_kernel, by_xla, results, *_varying.align(arrays))
         return output, states
 
-    return _differentiable.foldable(one, lambda *_: None, pooled)(arrays)
+    return _mapping.foldable(one, lambda *_: None, pooled)(arrays)
 
 
 def _launch(recurrence: Recurrence, pooled: PooledCall, *arrays: Any) -> Results:

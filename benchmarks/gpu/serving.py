@@ -1,9 +1,7 @@
-r"""Serving on one NVIDIA GPU: times of calls on pages and pools, and what the compiled programs alias and copy.
+"""Serving on one NVIDIA GPU: times of calls on pages and pools.
 
-python -m benchmarks.gpu_serving --json benchmarks/results/serving_h200.json [row ...]
-
-Without a GPU, `--described` compiles for an H200, and says of each program how much of the cache is aliased, how many
-copies of its size there are, and how much is held beside it.
+Counts are of the programs for an H200: how much of the cache is aliased, how many copies of its size there are, and how
+much is held beside it.
 """
 
 import re
@@ -15,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel
-from benchmarks import described, gpu_rows
+from benchmarks import described
+from benchmarks.gpu import rows
+from benchmarks.gpu.rows import Part, Row
 from ejkernel import PagedCache
 
 
@@ -132,7 +132,7 @@ def count(work: Work) -> dict[str, Any]:
     }
 
 
-def measure(work: Work, bandwidth: float) -> dict[str, Any]:
+def measure(work: Work, bandwidth: float) -> list[Row]:
     cache, arrays = jax.jit(work.make)()
     step = jax.jit(work.step, donate_argnums=0)
 
@@ -142,10 +142,7 @@ def measure(work: Work, bandwidth: float) -> dict[str, Any]:
         return output
 
     jax.block_until_ready(call(0))
-    median, spread = gpu_rows.in_batches(call, 20)
-    met = None if work.bar is None else median <= work.bar
-    return {"name": work.name, "ms": round(median, 4), "spread_ms": round(spread, 4), "bar_ms": work.bar, "met": met}
+    return [rows.timed(work.name, rows.in_batches(call, 20), work.bar)]
 
 
-if __name__ == "__main__":
-    gpu_rows.main(__doc__, WORKS, measure, count)
+PARTS = {"serving": Part(WORKS, measure, count)}

@@ -1,9 +1,7 @@
-r"""Whole layers on one NVIDIA GPU: what they take beside their matrix products.
+"""Whole layers on one NVIDIA GPU, and 24 of them decoding a token: what they take beside their matrix products.
 
-python -m benchmarks.gpu_layers --json benchmarks/results/layers_h200.json [row ...]
-
-Times are of a layer and of its projections alone. Without a GPU, `--described` compiles for an H200, and counts the
-kernels that a program starts, and the bytes that these read and write.
+Times are of layers and of their projections alone. Counts are of the kernels that a program for an H200 starts, and of
+the bytes that these read and write.
 """
 
 import collections
@@ -16,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import described, gpu_rows, gpu_serving, hlo
+from benchmarks import described, hlo
+from benchmarks.gpu import ops, rows, serving
+from benchmarks.gpu.rows import Part, Row
 from ejkernel import layers
 
 WIDTH, KEYS, STEPS = 2048, 4096, 24
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def borders(self) -> Any:
-        return gpu_rows.Work(self.name, T=self.tokens, sequences=32).borders
+        return ops.borders(self.tokens, 32)
 
 
 def _works(layer: str, forward: float, gradients: float, alone: float, many: float) -> list[Work]:
@@ -78,7 +78,7 @@ WORKS = [
 def arguments(work: Work, count: int = 1) -> tuple[Any, ...]:
     """Parameters of `count` layers, what they carry, and the input; of training, the output's cotangent too."""
     graph, parameters = nnx.split([LAYERS[work.layer](rngs=nnx.Rngs(seed)) for seed in range(count)])
-    x = gpu_serving.normal(work.batch, work.tokens, WIDTH)
+    x = serving.normal(work.batch, work.tokens, WIDTH)
     if work.kind != "step":
         return parameters, x, work.borders if "packed" in work.kind else None, x
     return parameters, [each.empty_cache(work.batch, KEYS) for each in nnx.merge(graph, parameters)], x
@@ -149,26 +149,31 @@ def _bytes(shapes: Any) -> int:
     return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(shapes))
 
 
-def measure(work: Work, bandwidth: float) -> dict[str, Any]:
-    count = STEPS if work.kind == "step" else 1
-    found = {}
-    for name, projections in (("ms", False), ("projections_ms", True)):
-        given = jax.jit(partial(arguments, work, count))()
-        function = jax.jit(program(work, count, projections=projections), donate_argnums=1 if count > 1 else ())
-        states = given[1]
-
-        def call(_: int, function: Any = function, given: Any = given) -> Any:
-            nonlocal states
-            if work.kind != "step":
-                return function(*given)
-            output, states = function(given[0], states, *given[2:])
-            return output
-
-        jax.block_until_ready(call(0))
-        found[name], found[f"{name.removesuffix('ms')}spread_ms"] = gpu_rows.in_batches(call, 10)
-    met = None if work.bar is None else found["ms"] <= work.bar
-    return {"name": work.name} | {name: round(each, 4) for name, each in found.items()} | {"bar": work.bar, "met": met}
+def measure(work: Work, bandwidth: float) -> list[Row]:
+    whole, projections = (_times(work, projections=each) for each in (False, True))
+    row = rows.timed(work.name, whole, work.bar)
+    return [row | {"projections_ms": round(projections[0], 4), "projections_spread_ms": round(projections[1], 4)}]
 
 
-if __name__ == "__main__":
-    gpu_rows.main(__doc__, WORKS, measure, count)
+def _times(work: Work, *, projections: bool) -> tuple[float, float]:
+    """Median milliseconds and their spread; steps donate what they carry."""
+    layers = STEPS if work.kind == "step" else 1
+    given = jax.jit(partial(arguments, work, layers))()
+    function = jax.jit(program(work, layers, projections=projections), donate_argnums=1 if layers > 1 else ())
+    states = given[1]
+
+    def call(_: int) -> Any:
+        nonlocal states
+        if work.kind != "step":
+            return function(*given)
+        output, states = function(given[0], states, *given[2:])
+        return output
+
+    jax.block_until_ready(call(0))
+    return rows.in_batches(call, 10)
+
+
+PARTS = {
+    "layers": Part([work for work in WORKS if work.kind != "step"], measure, count),
+    "steps": Part([work for work in WORKS if work.kind == "step"], measure, count),
+}

@@ -1,18 +1,11 @@
-r"""Softmax attention on one NVIDIA GPU: the Triton kernels beside cuDNN and PyTorch's compiled `flex_attention`.
+"""Softmax attention on one NVIDIA GPU: the Triton kernels beside cuDNN, XLA and PyTorch's compiled `flex_attention`.
 
-python -m benchmarks.gpu_flash_attention {times,errors,flex} \
-    --json benchmarks/results/flash_attention_h200.json [row ...]
-
-Times are milliseconds of a call, forward and with backward, on rotating inputs. Errors are those of the first row and
-key head of each result, against float32. What one part finds joins what is in the file.
+Times are milliseconds of a call, forward, with backward, or with tangents, on rotating inputs. Errors are those of the
+first row and key head of each result, against float32.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.gpu_rows import clock, copy_bandwidth
+from benchmarks.gpu.rows import DIRECTIONS, Part, Row, clock, relative_error
 from ejkernel._dispatch import PlatformError, explain
 from ejkernel.attention import flash_attention
 
-DIRECTIONS = ("forward", "forward+backward")
 PLATFORMS = ("triton", "cudnn", "xla")
+TANGENTS = ("tangents",)
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,9 @@ class Work:
     mask: str = ""  # likewise
     offset: bool = False  # the queries are the last of the keys' positions
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
-    bars: tuple[float | None, float | None] = (None, None)
+    bars: tuple[float | None, ...] = (None, None)
     forced: bool = True  # the bars are for Triton, whichever serves the call
+    directions: tuple[str, ...] = DIRECTIONS
 
     @property
     def decodes(self) -> bool:
@@ -77,7 +71,7 @@ def ragged(count: int, total: int) -> tuple[int, ...]:
 
 CAUSAL = Work("causal", bars=(0.70, 2.6))
 STREAM = Work("packed", B=1, S=16384, lengths=(512,) * 32, bars=(0.17, 0.60))
-DECODE = Work("one query, 32768 keys, 8 rows", B=8, S=1, L=32768, H=32, Hkv=8, bars=(0.33, None))
+DECODE = Work("one query, 32768 keys, 8 rows", B=8, S=1, L=32768, H=32, Hkv=8, bars=(0.33,), directions=DIRECTIONS[:1])
 MASK = replace(CAUSAL, name="mask", mask="pairs", options={}, bars=(None, None))
 BIAS = replace(CAUSAL, name="bias", B=2, bias="pairs", bars=(None, None))
 FLOAT32 = replace(CAUSAL, name="float32", B=1, dtype="float32", bars=(None, None))
@@ -94,12 +88,13 @@ WORKS = [
     Work("D192 Dv128", B=2, D=192, Dv=128, bars=(0.55, 2.8)),
     replace(CAUSAL, name="window", options=WINDOW, bars=(0.36, 1.3), forced=False),
     DECODE,
-    replace(DECODE, name="one query, 4096 keys", B=4, L=4096, H=16, Hkv=16, bars=(0.045, None)),
-    replace(DECODE, name="one query, 32768 keys", B=1, bars=(0.06, None)),
+    replace(DECODE, name="one query, 4096 keys", B=4, L=4096, H=16, Hkv=16, bars=(0.045,)),
+    replace(DECODE, name="one query, 32768 keys", B=1, bars=(0.06,)),
     replace(CAUSAL, name="full", options={}, bars=(None, None)),
     replace(CAUSAL, name="grouped", H=32, Hkv=8, bars=(None, None)),
     replace(CAUSAL, name="D64", D=64, bars=(None, None)),
     replace(CAUSAL, name="D256", B=2, D=256, bars=(None, None)),
+    replace(CAUSAL, name="D512", B=1, D=512, bars=(None, None)),
     MASK,
     replace(MASK, name="mask, causal", options={"causal": True}),
     replace(MASK, name="mask, odd length", S=4095),
@@ -125,6 +120,8 @@ WORKS = [
     FLOAT32,
     replace(FLOAT32, name="float32, D256", D=256),
 ]
+# outputs and their tangents, by `jax.jvp`
+FORWARD_MODE = [replace(CAUSAL, name="causal, tangents", bars=(None,), directions=TANGENTS)]
 
 
 def inputs(work: Work, seed: int) -> dict[str, Any]:
@@ -156,35 +153,42 @@ def inputs(work: Work, seed: int) -> dict[str, Any]:
     return found
 
 
-def program(work: Work, direction: str, platform: str) -> Callable[..., Any]:
-    """The call, or its output and gradients."""
+def program(work: Work, direction: str, platform: str) -> Callable[[dict[str, Any]], dict[str, Array]]:
+    """The call's results, or its output and gradients, or its output and tangent; by name."""
 
-    def forward(arrays: dict[str, Any]) -> Array:
+    def forward(arrays: dict[str, Any]) -> Any:
         arrays = {name: each for name, each in arrays.items() if name != "d_output"}
         return flash_attention(**arrays, **work.options, dtype=None, platform=platform)
 
-    def both(arrays: dict[str, Any]) -> Any:
+    def run(arrays: dict[str, Any]) -> dict[str, Array]:
         names = ["query", "key", "value", "softmax_aux", *(["bias"] if work.bias_gradient else [])]
         moving = {name: arrays[name] for name in names if name in arrays}
-        results, pull = jax.vjp(lambda moving: forward({**arrays, **moving}), moving)
-        output, lse = results if isinstance(results, tuple) else (results, None)
-        return output, pull(arrays["d_output"] if lse is None else (arrays["d_output"], lse))[0]
 
-    return forward if direction == "forward" else both
+        def moved(moving: dict[str, Any]) -> Any:
+            return forward({**arrays, **moving})
+
+        if direction == "tangents":
+            # queries, keys and values stand for tangents of their own
+            return dict(zip(("output", "tangent"), jax.jvp(moved, (moving,), (moving,)), strict=True))
+        results, pull = (moved(moving), None) if direction == "forward" else jax.vjp(moved, moving)
+        output, *lse = results if isinstance(results, tuple) else (results,)
+        if pull is None:
+            return dict(zip(("output", "lse"), (output, *lse), strict=False))
+        return {"output": output} | pull((arrays["d_output"], *lse) if lse else arrays["d_output"])[0]
+
+    return run
 
 
-def errors(work: Work) -> list[dict[str, Any]]:
-    """Of the first row and key head, relative to float32 on XLA: the largest norm of an error of a result."""
-    groups = work.H // (work.Hkv or work.H)
-    arrays, direction = inputs(work, 0), DIRECTIONS[0 if work.decodes else 1]
+def error(work: Work, direction: str) -> float:
+    """The largest of the first row's and key head's results, relative to float32 on XLA."""
+    groups, arrays = work.H // (work.Hkv or work.H), inputs(work, 0)
+    heads = dict.fromkeys(("query", "d_output", "output", "tangent"), groups) | {"key": 1, "value": 1}
 
     def cut(name: str, x: Any) -> Any:
         if name in ("cu_seqlens", "dropout_rng"):
             return x
         x = x[:groups] if name == "softmax_aux" else x[:1]
-        heads = {"query": groups, "d_output": groups, "output": groups, "key": 1, "value": 1}.get(name)
-        x = x if heads is None else x[:, :, :heads]
-        x = x[:, :groups] if name == "bias" else x
+        x = x[:, :, : heads[name]] if name in heads else x[:, :groups] if name == "bias" else x
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     mine = jax.jit(program(work, direction, "triton"))(arrays)
@@ -192,22 +196,12 @@ def errors(work: Work) -> list[dict[str, Any]]:
     whole = not work.options.get("deterministic", True)
     with jax.default_matmul_precision("highest"):
         small = arrays if whole else {name: cut(name, each) for name, each in arrays.items()}
-        right = jax.jit(program(work, direction, "xla"))(small)
-    mine, right = ((each, {}) if work.decodes else each for each in (mine, right))
+        expected = jax.jit(program(work, direction, "xla"))(small)
     # a bias for all rows, or a sink, has gradients from rows that were left out
-    names = [name for name in right[1] if name in ("query", "key", "value")]
-    pairs = [("output", mine[0], right[0]), *((name, mine[1][name], right[1][name]) for name in names)]
-    found = [
-        float(jnp.linalg.norm((cut(name, a) - cut(name, b)).ravel()) / jnp.linalg.norm(cut(name, b).ravel()))
-        for name, a, b in pairs
-    ]
-    if not max(found) < (1e-5 if work.dtype == "float32" else 1e-2):
-        raise RuntimeError(f"{work.name}: errors {found}")
-    largest = [found[0], max(found)][: 1 if work.decodes else 2]
-    return [
-        {"name": work.name, "direction": each, "largest_error": float(f"{error:.2e}")}
-        for each, error in zip(DIRECTIONS, largest, strict=False)
-    ]
+    found = {name: relative_error(cut(name, mine[name]), cut(name, x)) for name, x in expected.items() if name in heads}
+    if not max(found.values()) < (1e-5 if work.dtype == "float32" else 1e-2):
+        raise RuntimeError(f"{direction}: errors {found}")
+    return float(f"{max(found.values()):.2e}")
 
 
 def chosen(work: Work) -> str:
@@ -218,35 +212,41 @@ def chosen(work: Work) -> str:
     return found.get("cuda", found["default"])
 
 
-def times(work: Work, platforms: Sequence[str] = PLATFORMS) -> list[dict[str, Any]]:
+def measure(work: Work, bandwidth: float) -> list[Row]:
     """A row for each direction: times by platform, and whether that of the one that serves it is what was asked for."""
     sets = [inputs(work, seed) for seed in range(8 if work.decodes else 2)]
     rows = []
-    for direction, bar in zip(DIRECTIONS[: 1 if work.decodes else 2], work.bars, strict=False):
-        row: dict[str, Any] = {"name": work.name, "direction": direction, "bar_ms": bar, "chosen": chosen(work)}
-        for platform in platforms:
+    for direction, bar in zip(work.directions, work.bars, strict=True):
+        row: Row = {"name": work.name, "direction": direction, "bar_ms": bar, "chosen": chosen(work)}
+        for platform in PLATFORMS:
             try:
-                row[f"{platform}_ms"] = round(_clocked(program(work, direction, platform), sets, work.decodes), 4)
+                row[f"{platform}_ms"] = round(milliseconds(program(work, direction, platform), sets, work.decodes), 4)
             except PlatformError:
                 continue
         held = "triton" if work.forced else row["chosen"]
         row["met"] = None if bar is None else row[f"{held}_ms"] <= bar
-        rows.append(row)
+        rows.append(row | {"largest_error": error(work, direction)})
     return rows
 
 
-def _clocked(function: Callable[..., Any], sets: list[dict[str, Any]], at_once: bool) -> float:
-    """Median milliseconds of a call; short ones are started in one program, so that starting them does not count."""
+def milliseconds(function: Callable[..., Any], sets: list[dict[str, Any]], at_once: bool) -> float:
+    """The median of a call; short ones are started in one program, so that starting them does not count."""
     if not at_once:
         return clock(jax.jit(function), [(each,) for each in sets])[0]
     together = jax.jit(lambda sets: [function(each) for each in sets])
     return clock(together, [(sets,)])[0] / len(sets)
 
 
-def flex(work: Work) -> list[dict[str, Any]]:
+def flex(work: Work, bandwidth: float) -> list[Row]:
     """PyTorch's compiled `flex_attention` on the same shapes, where it can serve them."""
     dropped = not work.options.get("deterministic", True)
-    if work.decodes or work.sinks or dropped or work.dtype != "bfloat16" or (work.bias and work.bias_gradient):
+    if (
+        work.directions != DIRECTIONS
+        or work.sinks
+        or dropped
+        or work.dtype != "bfloat16"
+        or (work.bias and work.bias_gradient)
+    ):
         return []
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -306,43 +306,4 @@ def flex(work: Work) -> list[dict[str, Any]]:
     ]
 
 
-def joined(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows` with what is known of them by `more`."""
-    found = {(row["name"], row["direction"]): row for row in rows}
-    for row in more:
-        found[row["name"], row["direction"]] = found.get((row["name"], row["direction"]), {}) | row
-    order = [work.name for work in WORKS]
-    return sorted(found.values(), key=lambda row: (order.index(row["name"]), DIRECTIONS.index(row["direction"])))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("times", "errors", "flex"))
-    parser.add_argument("names", nargs="*", metavar="row", help="which rows, all if none")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--platforms", default=",".join(PLATFORMS), help="which to time, with commas between")
-    # rows may come after the file too
-    arguments = parser.parse_intermixed_args()
-    import triton
-
-    report: dict[str, Any] = {"rows": []}
-    if arguments.json and arguments.json.exists():
-        report = json.loads(arguments.json.read_text())
-    if arguments.part == "times":
-        versions = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "triton": triton.__version__}
-        report = {**versions, "copy_bandwidth_tb_s": round(copy_bandwidth() / 1e12, 3), **report}
-    timed = partial(times, platforms=arguments.platforms.split(","))
-    measure = {"times": timed, "errors": errors, "flex": flex}[arguments.part]
-    for work in WORKS:
-        if arguments.names and work.name not in arguments.names:
-            continue
-        rows = measure(work)
-        for row in rows:
-            print(row, flush=True)
-        report["rows"] = joined(report["rows"], rows)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+PARTS = {"flash_attention": Part([*WORKS, *FORWARD_MODE], measure), "flex": Part(WORKS, flex)}
