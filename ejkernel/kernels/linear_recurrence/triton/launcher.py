@@ -74,7 +74,7 @@ class Constants(launching.Constants):
     bounded: bool = False  # chunks of bounded gates are left to kernels of their own
     log_rows: int = 0  # of a chunk, that a thread has, to base 2
     parts: int = 1  # in which an array comes, to be added up
-    met_parts: int = 1
+    product_parts: int = 1
     decays: int = 1  # of a time segment: one, or one a dim
     reverse: bool = False
     start_scale: float = 1.0

@@ -37,6 +37,20 @@ class Chunk(NamedTuple):
     next_entry: Any
 
 
+class Span(NamedTuple):
+    """A block of tokens: where it lies in its sequence, and where the sequence lies in memory.
+
+    The sequence past the last is padding: its tokens are written, as zeros, and never read. Where chunks are listed,
+    the sequence is a whole row.
+    """
+
+    i_n: Any  # the sequence
+    i_j: Any  # the block's number in it
+    i_first: Any  # the sequence's first token
+    n_rows: Any  # its tokens
+    n_read: Any  # and how many of them can be read
+
+
 class Block(NamedTuple):
     """A chunk as `locate` finds it or, where they are listed, the chunks that begin in as many rows."""
 
@@ -51,10 +65,7 @@ class Block(NamedTuple):
 
 @triton.jit
 def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
-    """Sequence, block in it, first token, tokens and readable tokens of the i-th block of L tokens.
-
-    The sequence past the last is padding: its tokens are written, as zeros, and never read.
-    """
+    """The span of the i-th block of L tokens; ROW is the row of the packing table that counts such blocks."""
     if CALL.packed:
         i_n = tl.load(p.owner + i_block)
         i_first = tl.load(p.packing + i_n)
@@ -69,7 +80,7 @@ def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
         i_first = i_n.to(tl.int64) * p.T
         n_rows = i_block * 0 + p.T
         n_read = n_rows
-    return i_n, i_j, i_first, n_rows, n_read
+    return Span(i_n, i_j, i_first, n_rows, n_read)
 
 
 @triton.jit
@@ -123,6 +134,12 @@ def visit(i_c, i_n, n_rows, n_read, p, CALL: tl.constexpr):
         return listed_chunk(i_n, entry, next_entry, CALL)
     else:
         return Chunk(i_n, i_c, i_c * CALL.chunk, n_read, n_rows, 0, 0)
+
+
+@triton.jit
+def chunk_at(i_c, span, p, CALL: tl.constexpr):
+    """The i-th chunk of the sequence, or row, of a span."""
+    return visit(i_c, span.i_n, span.n_rows, span.n_read, p, CALL)
 
 
 @triton.jit
@@ -199,6 +216,18 @@ def keep_branch(p, i_n):
     It stores nothing, as no row has a negative number, but the compiler does not know.
     """
     tl.store(p.chunks, 0, mask=i_n < 0)
+
+
+@triton.jit
+def is_real(chunk):
+    """Whether a listed chunk is no padding."""
+    return (chunk.entry & REAL) != 0
+
+
+@triton.jit
+def is_cut(chunk, REVERSE: tl.constexpr):
+    """Whether no state passes to a listed chunk from the one that a walk visits before it."""
+    return ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
 
 
 @triton.jit
