@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def hold(p, CALL: tl.constexpr):
-    """Copies what sequences start from in slots that another one writes, since nobody knows which comes first."""
+    """Copies initial states out of slots that another sequence writes, since programs run in any order."""
     H: tl.constexpr = CALL.heads
     SIZE: tl.constexpr = CALL.key_dim * CALL.value_dim
     BLOCK: tl.constexpr = CALL.value_block
@@ -22,7 +22,7 @@ def hold(p, CALL: tl.constexpr):
 
 @triton.jit
 def read_slot(p, i_n, i_h, o_state, m_state, CALL: tl.constexpr):
-    """The state that a sequence starts from: that of its slot, or nothing."""
+    """The state that a sequence starts from: that of its slot, or zeros."""
     SIZE: tl.constexpr = CALL.key_dim * CALL.value_dim
     i_slot = tl.load(p.reads + i_n, mask=i_n < p.N, other=-1)
     if tl.load(p.held + i_n, mask=i_n < p.N, other=0) != 0:
@@ -35,7 +35,7 @@ def read_slot(p, i_n, i_h, o_state, m_state, CALL: tl.constexpr):
 
 @triton.jit
 def write_slots(p, b_state, i_n, i_h, n_done, o_state, m_state, CALL: tl.constexpr):
-    """Leaves a state in the slots that get the one after `n_done` tokens; returns after how many the next ones do."""
+    """Writes the state after `n_done` tokens to the slots that want it; returns after how many tokens to write next."""
     SIZE: tl.constexpr = CALL.key_dim * CALL.value_dim
     n_next = 2147483647
     for i_c in range(0, p.C):

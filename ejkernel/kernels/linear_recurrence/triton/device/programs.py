@@ -73,9 +73,10 @@ def load_weights(p_rows, o_r, m_r, CALL: tl.constexpr):
 
 @triton.jit
 def load_factors(
-    p_factors, i_chunk, o_d, takes, is_real, D: tl.constexpr, REVERSE: tl.constexpr, CALL: tl.constexpr,
+    p_factors, i_chunk, o_d, takes, is_real, D: tl.constexpr, COLUMNS: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Decays of a state's dims to a chunk's reference and on to its end; 1 where a listed chunk has none."""
+    """Decays of a state's rows, or COLUMNS, to a chunk's reference and on to its end; 1 if a listed chunk has none."""
+    REVERSE: tl.constexpr = CALL.reverse
     if CALL.listed:
         FIRST: tl.constexpr = 2 if REVERSE else 0
         p_row = p_factors + i_chunk * (5 * D)
@@ -85,4 +86,7 @@ def load_factors(
         p_pair = p_factors + i_chunk * (4 * D) + (2 * D if REVERSE else 0)
         b_before = tl.load(p_pair + o_d, mask=o_d < D, other=0.0)
         b_after = tl.load(p_pair + D + o_d, mask=o_d < D, other=0.0)
-    return b_before, b_after
+    if COLUMNS:
+        return b_before[None, :], b_after[None, :]
+    else:
+        return b_before[:, None], b_after[:, None]

@@ -275,23 +275,11 @@ def walk(p, CALL: tl.constexpr):
         if KEYED:
             DK: tl.constexpr = DX if KEY_COLUMNS else DZ
             o_k = o_x if KEY_COLUMNS else o_z
-            b_before, b_after = load_factors(p.factors, i_chunk, o_k, takes, has_tokens, DK, REVERSE, CALL)
-            if KEY_COLUMNS:
-                b_before = b_before[None, :]
-                b_after = b_after[None, :]
-            else:
-                b_before = b_before[:, None]
-                b_after = b_after[:, None]
+            b_before, b_after = load_factors(p.factors, i_chunk, o_k, takes, has_tokens, DK, KEY_COLUMNS, CALL)
             if BOTH:
                 DO: tl.constexpr = DZ if KEY_COLUMNS else DX
                 o_o = o_z if KEY_COLUMNS else o_x
-                b_other_before, b_other_after = load_factors(p.other, i_chunk, o_o, True, True, DO, REVERSE, CALL)
-                if KEY_COLUMNS:
-                    b_other_before = b_other_before[:, None]
-                    b_other_after = b_other_after[:, None]
-                else:
-                    b_other_before = b_other_before[None, :]
-                    b_other_after = b_other_after[None, :]
+                b_other_before, b_other_after = load_factors(p.other, i_chunk, o_o, True, True, DO, KEY_ROWS, CALL)
                 b_state = b_state * b_before * b_other_before
                 b_read = b_state
             else:
