@@ -29,7 +29,7 @@ class Slots:
         pool: The states `[slots, H, K, V]`.
         reads: The slot that a sequence starts from, -1 for none: `[N]`.
         held: Whether another sequence writes that slot: `[N]`.
-        kept: Copies of the initial states of sequences whose slot is held: `[N, H, K, V]`, otherwise not filled.
+        copies: Copies of the initial states of sequences whose slot is held: `[N, H, K, V]`, otherwise not filled.
         at: After how many of its tokens a sequence writes: `[N, C]`.
         slots: The slot that it writes then, -1 for none; each slot comes once: `[N, C]`.
     """
@@ -37,13 +37,13 @@ class Slots:
     pool: jax.Array
     reads: jax.Array
     held: jax.Array
-    kept: jax.Array
+    copies: jax.Array
     at: jax.Array
     slots: jax.Array
 
     def inputs(self) -> dict[str, Any]:
         """Inputs of kernels beside the pool, which is an output in place."""
-        names = ("reads", "held", "kept", "at", "slots")
+        names = ("reads", "held", "copies", "at", "slots")
         return {name: getattr(self, name) for name in names} | {"C": self.at.shape[1]}
 
     def outputs(self) -> dict[str, Any]:
@@ -99,12 +99,12 @@ def _slots(
     other = writer // slots.shape[1] != jnp.arange(N, dtype=jnp.int32)
     held = (reads >= 0) & (writer < slots.size) & other
     block = min(4096, padded(call.key_dim * call.value_dim))
-    (kept,) = _launch.launch(
+    (copies,) = _launch.launch(
         importlib.import_module(SLOTS).hold,
         {"states": pool, "reads": reads, "held": held.astype(jnp.int32)},
-        {"kept": shape(N, H, call.key_dim, call.value_dim, dtype=pool.dtype)},
+        {"copies": shape(N, H, call.key_dim, call.value_dim, dtype=pool.dtype)},
         constants=_Constants(H, call.key_dim, call.value_dim, block),
         programs=N * H,
         tile=Tile(block, warps=4),
     )
-    return Slots(pool, reads, held.astype(jnp.int32), kept, after.astype(jnp.int32), slots.astype(jnp.int32))
+    return Slots(pool, reads, held.astype(jnp.int32), copies, after.astype(jnp.int32), slots.astype(jnp.int32))

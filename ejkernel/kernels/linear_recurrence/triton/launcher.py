@@ -13,17 +13,10 @@ from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.linear_recurrence.call import Call
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
-# Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
-_NAMES = (
-    *("across_heads", "bounded_key_gates", "head_gates", "key_gates", "row_dots", "segments", "strong_key_gates"),
-    "walk",
-)
-DEVICE = {name: f"ejkernel.kernels.linear_recurrence.triton.device.{name}" for name in _NAMES}
-
 
 def device(name: str) -> Any:
-    """A module of device code."""
-    return importlib.import_module(DEVICE[name])
+    """A module of device code, imported only now: `import ejkernel` must not import Triton."""
+    return importlib.import_module(f"ejkernel.kernels.linear_recurrence.triton.device.{name}")
 
 
 class Inputs(NamedTuple):

@@ -39,7 +39,7 @@ def sum_from_middle(b_gate, o_r, o_b):
     for r in tl.static_range(8):
         until += (backwards[7 - r],)
     b_sum = tl.where(is_late(o_r, o_b, 3, 3), join_rows(since, o_r), join_rows(until, o_r))
-    # a sum of its own, since of a reduction nothing is moved but what it gives
+    # a second sum, as a reduction, since only the results of reductions move between threads
     return b_sum, tl.sum(b_gate, 1, keep_dims=True) * LOG2E
 
 

@@ -14,7 +14,7 @@ def hold(p, CALL: tl.constexpr):
     i_n = i_program // H
     if tl.load(p.held + i_n) != 0:
         p_from = p.states + (tl.load(p.reads + i_n).to(tl.int64) * H + i_program % H) * SIZE
-        p_to = p.kept + i_program.to(tl.int64) * SIZE
+        p_to = p.copies + i_program.to(tl.int64) * SIZE
         for i in range(0, SIZE, BLOCK):
             o = i + tl.arange(0, BLOCK)
             tl.store(p_to + o, tl.load(p_from + o, mask=o < SIZE), mask=o < SIZE)
@@ -26,7 +26,7 @@ def read_slot(p, i_n, i_h, o_state, m_state, CALL: tl.constexpr):
     SIZE: tl.constexpr = CALL.key_dim * CALL.value_dim
     i_slot = tl.load(p.reads + i_n, mask=i_n < p.N, other=-1)
     if tl.load(p.held + i_n, mask=i_n < p.N, other=0) != 0:
-        b_state = tl.load(p.kept + (i_n.to(tl.int64) * CALL.heads + i_h) * SIZE + o_state, mask=m_state, other=0.0)
+        b_state = tl.load(p.copies + (i_n.to(tl.int64) * CALL.heads + i_h) * SIZE + o_state, mask=m_state, other=0.0)
     else:
         p_slot = p.pool + (i_slot.to(tl.int64) * CALL.heads + i_h) * SIZE
         b_state = tl.load(p_slot + o_state, mask=m_state & (i_slot >= 0), other=0.0)

@@ -158,7 +158,7 @@ def sum_rows(p, i_block, span, n_read, i_low, n_high, takes, leaves, o_h, CALL: 
         b_at_end = tl.zeros([BH], tl.float32)
         b_at_start = tl.zeros([BH], tl.float32)
         if DECAY == "constant":
-            # only what leaves a chunk counts, since the rest is not rounded and cancels; states are rounded at its ends
+            # only the part that leaves a chunk counts, as the part within cancels; states are rounded at its ends
             b_gate = tl.load(p.gate + span.i_n.to(tl.int64) * H + o_h, mask=m_h & (span.i_n < p.N), other=0.0).to(
                 tl.float32
             )

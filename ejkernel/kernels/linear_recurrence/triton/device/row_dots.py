@@ -128,17 +128,17 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             i_token = token_of(i_first, n_rows, i_row, CALL.flip)
             i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
             m_read = i_row + o_r < chunk.n_read
-            m_kept = m_read
+            m_chunk = m_read
             if CALL.listed:
-                m_kept = i_row + o_r < chunk.n_end
+                m_chunk = i_row + o_r < chunk.n_end
             b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, False, WHOLE)
             b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, False, WHOLE)
             b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, False, WHOLE)
             b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, CALL.walk.w_heads, DZ, PAD_Z, False, WHOLE)
-            # adds nothing, but an operand that comes from registers has a buffer less in shared memory
+            # a sum with 0, since an operand that comes from registers saves a buffer in shared memory
             b_x = b_x + 0.0
             p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL) + o_r[:, None] * 4 + o_pair[None, :] * 2
-            b_near, b_far = tl.split(load_kept(p_weights, m_kept[:, None], CALL))
+            b_near, b_far = tl.split(load_kept(p_weights, m_chunk[:, None], CALL))
             if REVERSE:
                 b_near, b_far = b_far, b_near
             b_near = b_near * CALL.scale
@@ -164,7 +164,7 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             b_read = tl.trans(b_state.to(b_y.dtype))
             b_score = tl.dot(b_x, tl.trans(b_y))
             b_out = tl.dot(b_x, b_read) * b_near[:, None]
-            # weighed in full before they are rounded, and so alike in the two walks whose row dots are subtracted
+            # all weights before rounding, so that the row dots that are subtracted have the same errors
             b_score = tl.where(o_gap >= 0, b_score * b_far[None, :] * b_near[:, None], 0.0)
             b_out = tl.dot(b_score.to(b_z.dtype), b_z, acc=b_out)
             b_state = tl.dot(b_added, b_y, acc=b_state)
@@ -183,8 +183,8 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             tl.store(p_dots, b_rowdot, mask=m_write)
             if CALL.listed:
                 if has_tokens == 0:
-                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
-                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_chunk[:, None] & (o_z[None, :] < DZ))
+                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_chunk)
         if not REVERSE:
             b_product = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_product = tl.sum(tl.sum(b_product * (b_state * b_due), 1), 0)

@@ -131,7 +131,7 @@ def exact_scores(p, CALL: tl.constexpr):
 def pair_gradients(queries, b_k, decays, p_block, o_r, C: tl.constexpr):
     """Gradients of queries and keys by the pairs within each block, one by one, and decays from each token to its end.
 
-    `queries` and `decays` are `split_rows` of theirs; gradients of the blocks' scores lie at `p_block`.
+    `queries` and `decays` are tuples of rows, as of `split_rows`; gradients of the blocks' scores lie at `p_block`.
     """
     R: tl.constexpr = b_k.shape[1]
     b_keys = b_k.to(tl.float32)

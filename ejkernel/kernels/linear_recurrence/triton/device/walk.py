@@ -201,11 +201,11 @@ def walk(p, CALL: tl.constexpr):
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         m_read = i_row + o_r < chunk.n_read
-        m_kept = m_read
+        m_chunk = m_read
         has_tokens = True
         takes = True
         if CALL.listed:
-            m_kept = i_row + o_r < chunk.n_end
+            m_chunk = i_row + o_r < chunk.n_end
             has_tokens = is_real(chunk)
             starts_anew = is_cut(chunk, REVERSE)
             if starts_anew:
@@ -238,7 +238,7 @@ def walk(p, CALL: tl.constexpr):
         b_read = b_state
         if DECAY == "head":
             p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL)
-            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weights, o_r, m_kept, CALL)
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weights, o_r, m_chunk, CALL)
             if STRONG:
                 p_end = p_weights + 4 * (chunk.n_end - 1 - i_row if CALL.listed else C - 1)
                 b_whole_end = tl.load(p_end + 1)
@@ -325,7 +325,7 @@ def walk(p, CALL: tl.constexpr):
                 else:
                     b_score = b_score * b_far[:, None]
                     if ROW_DOTS:
-                        # weighed in full, and so rounded alike in the two walks whose row dots are subtracted
+                        # all weights before rounding, so that the row dots that are subtracted have the same errors
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
             if KEYED and not BOTH and not SCORED:
@@ -333,7 +333,7 @@ def walk(p, CALL: tl.constexpr):
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
                         p_score = p.within + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_score
-                        m_score = m_kept[:, None] if REVERSE else m_kept[None, :]
+                        m_score = m_chunk[:, None] if REVERSE else m_chunk[None, :]
                         b_score = load_kept(p_score, m_score, CALL).to(tl.float32)
                         if NX > 1:
                             # these are of all dims of x, and count once
@@ -364,7 +364,7 @@ def walk(p, CALL: tl.constexpr):
             store_tile(p_rows, b_rows, m_out, WHOLE and not PAD_Z)
             if CALL.listed:
                 if has_tokens == 0:
-                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_chunk[:, None] & (o_z[None, :] < DZ))
             if ROW_DOTS:
                 # in the layout of the store, which is that of w; what rounding took off is added again
                 b_error = b_out - b_out.to(p.output.dtype.element_ty).to(tl.float32)
@@ -374,7 +374,7 @@ def walk(p, CALL: tl.constexpr):
                 tl.store(p_dots, b_rowdot, mask=m_write)
                 if CALL.listed:
                     if has_tokens == 0:
-                        tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
+                        tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_chunk)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
                 n_next = n_read
