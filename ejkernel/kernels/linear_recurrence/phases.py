@@ -1,4 +1,4 @@
-"""The phases of an implementation that runs a call as a whole: on the way back, one run is for states alone."""
+"""The phases of an implementation that runs a call as a whole, with one run in the backward for states alone."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,16 +15,17 @@ from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 @cache
 def phases_from_reversed_runs(run: Run) -> Phases:
-    """The phases of `run`: cotangents of states are the states of a run in the other direction, in which queries write.
+    """The phases of `run`, whose `begin_back` is a forward run: a third of the time of the gradient.
 
-    So they take a forward run, a third of what the gradient takes.
+    Cotangents of states are the states of a run in the other direction, with queries as keys and the output's cotangent
+    as values.
     """
 
     def begin_back(
         call: Call, inputs: Inputs, cu_seqlens: CuSeqlens, start: jax.Array, residuals: Any, d_output: jax.Array
     ) -> tuple[None, jax.Array]:
         query, key, _, log_decay, value_log_decay = inputs
-        # a gate comes before its token's write and so, on the way back, after it
+        # a gate comes before its token's write and so, in the other direction, after it
         if call.decay != "constant":
             log_decay = _shifted(call, log_decay, cu_seqlens)
         gates = log_decay, _shifted(call, value_log_decay, cu_seqlens)

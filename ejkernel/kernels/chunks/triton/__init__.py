@@ -1,1 +1,1 @@
-"""What recurrences share on NVIDIA GPUs: packing tables, places of tokens, gates and their exact path."""
+"""What both recurrences share on NVIDIA GPUs: launches, packing tables, pools, and device code for tokens and gates."""

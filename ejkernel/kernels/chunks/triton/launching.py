@@ -1,4 +1,4 @@
-"""How a call of a recurrence is launched on NVIDIA GPUs: what its kernels are given, and how they are cut."""
+"""How the kernels of a recurrence are launched on NVIDIA GPUs: their constants, and sizes of arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ FEW_TOKENS = 8
 
 
 def capability() -> int:
-    """Of the GPU that is here, or else of the one whose configurations were measured."""
+    """The compute capability of the GPU here or, without one, of Hopper, whose configurations were measured."""
     return _launch.capability() or 90
 
 
 def at_most_float32(x: jax.Array | None) -> jax.Array | None:
-    """An array as kernels can take it."""
+    """An array in float32 if it is in float64, which kernels do not have."""
     return x.astype(F32) if x is not None and x.dtype == jnp.float64 else x
 
 
@@ -34,7 +34,7 @@ def has_few_tokens(call: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What kernels of either recurrence are compiled for. The fields with defaults are some kernels' own."""
+    """What kernels of either recurrence are compiled for; fields with defaults are constants of some kernels only."""
 
     heads: int
     key_dim: int
@@ -60,7 +60,7 @@ class Constants:
 
     @staticmethod
     def facts(call: Any, config: Any) -> dict[str, Any]:
-        """Those without defaults."""
+        """The fields without defaults."""
         return {
             "heads": call.heads,
             "key_dim": call.key_dim,
@@ -79,7 +79,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One call, its cut in blocks, and how its kernels are launched."""
+    """One call, and how its kernels are launched."""
 
     call: Any
     plan: Any
@@ -97,7 +97,7 @@ class Launcher:
         return self.call.batch * cdiv(self.call.tokens, length)
 
     def rows(self, dim: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Of every token and head."""
+        """An array `[B, T, H, dim]`."""
         return shape(self.call.batch, self.call.tokens, self.call.heads, dim, dtype=dtype)
 
     def states(self) -> jax.ShapeDtypeStruct:
@@ -105,20 +105,20 @@ class Launcher:
         return shape(self.call.sequences, self.call.heads, self.call.key_dim, self.call.value_dim)
 
     def kept(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-        """Of every chunk's rows and every head: by chunks, or by rows where these hold several sequences."""
+        """An array of every head and row: `[chunks, H, C, *sizes]` or, if chunks are listed, `[B, H, T, *sizes]`."""
         call = self.call
         if call.segmented:
             return shape(call.batch, call.heads, call.tokens, *sizes, dtype=dtype)
         return shape(self.blocks(self.config.chunk), call.heads, self.config.chunk, *sizes, dtype=dtype)
 
     def flags(self) -> jax.ShapeDtypeStruct:
-        """Of every chunk and head; a listed chunk's is that of its first row."""
+        """Flags of every chunk and head; a listed chunk has that of its first row."""
         if self.call.segmented:
             return self.kept(dtype=jnp.int32)
         return shape(self.blocks(self.config.chunk), self.call.heads, dtype=jnp.int32)
 
     def any_flags(self) -> jax.ShapeDtypeStruct | None:
-        """Of listed chunks: whether any of those that begin in a chunk's size is flagged."""
+        """If chunks are listed, flags of every chunk's size of rows: whether any chunk is flagged that begins there."""
         return shape(self.blocks(self.config.chunk), self.call.heads, dtype=jnp.int32) if self.call.segmented else None
 
     def launch(
@@ -133,10 +133,10 @@ class Launcher:
         in_place: Mapping[str, jax.Array] | None = None,
         **constants: Any,
     ) -> Any:
-        """Runs `kernel` over blocks of `length` tokens, with these of its constants other than the call has them."""
-        found = self.packing
-        places = {"packing": found.table, "owner": found.owners.get(length)}
-        places |= {"chunks": found.chunks, "before": found.before}
+        """Runs `kernel` over blocks of `length` tokens, with the call's constants but for those given here."""
+        packing = self.packing
+        places = {"packing": packing.table, "owner": packing.owners.get(length)}
+        places |= {"chunks": packing.chunks, "before": packing.before}
         sizes = {"T": self.call.tokens, "N": self.call.sequences, "L": self.plan.segment}
         return _launch.launch(
             kernel,

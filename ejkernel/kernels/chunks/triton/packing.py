@@ -13,7 +13,7 @@ from ejkernel.kernels import _launch
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.xla_utils.utils import cdiv
 
-# Tokens that are looked at at once where chunks are listed.
+# Tokens that `list_chunks` takes at once.
 _BLOCK = 4096
 LISTS = "ejkernel.kernels.chunks.triton.device.lists"
 
@@ -29,15 +29,15 @@ class _Constants:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where sequences lie that do not fill a row each; `places.locate` and `places.visit` read it.
+    """Tables of sequences that do not fill a row each, which `places.locate` and `places.visit` read.
 
     Attributes:
-        table: Borders of the sequences, the padding behind the last being one more, and for each length of a block, how
-            many blocks lie before each sequence: `[1 + lengths, N + 2]`.
-        owners: The sequence of each block, by tokens a block.
-        chunks: Where rows hold several sequences, the list of each row's chunks: `[B, T + 2]`.
-        before: How many of them begin before so many chunks' sizes: `[B, cdiv(T, C) + 1]`.
-        ids: The ids that say so, for kernels that go by tokens: `[B, T]`.
+        table: The borders of packed sequences, with the padding behind the last as one more sequence, and for each
+            length of a block the number of blocks before each sequence: `[1 + lengths, N + 2]`.
+        owners: By a block's length, the sequence of each block.
+        chunks: If rows hold several sequences, the list of each row's chunks: `[B, T + 2]`.
+        before: How many of these begin before each multiple of a chunk's size: `[B, cdiv(T, C) + 1]`.
+        ids: The ids of the tokens' sequences, for kernels that go token by token: `[B, T]`.
     """
 
     table: jax.Array | None = None
@@ -48,7 +48,7 @@ class Packing:
 
     @staticmethod
     def of_call(call: Any, sequences: jax.Array | None, lengths: Sequence[int]) -> "Packing":
-        """For blocks of `lengths` tokens, as `of` has them, of which the first is a chunk."""
+        """For blocks of `lengths` tokens, the first of which is a chunk's."""
         if call.segmented:
             assert sequences is not None
             return Packing.of_segments(sequences, lengths[0], call.reverse)
@@ -59,7 +59,7 @@ class Packing:
         """For rows that hold several sequences: runs of equal ids `[B, T]`."""
         (B, T), ids = ids.shape, _as_int32(ids)
         block = min(_BLOCK, padded(T))
-        found = _launch.launch(
+        lists = _launch.launch(
             importlib.import_module(LISTS).list_chunks,
             {"ids": ids, "T": T},
             {"chunks": shape(B, T + 2, dtype=jnp.int32), "before": shape(B, cdiv(T, chunk) + 1, dtype=jnp.int32)},
@@ -67,11 +67,11 @@ class Packing:
             programs=B,
             tile=Tile(block, warps=max(1, min(8, block // 128))),
         )
-        return Packing(chunks=found.chunks, before=found.before, ids=ids)
+        return Packing(chunks=lists.chunks, before=lists.before, ids=ids)
 
     @staticmethod
     def of(tokens: int, cu_seqlens: jax.Array | None, lengths: Sequence[int]) -> "Packing":
-        """For blocks of `lengths` tokens; of the last of these, a sequence without tokens has one all the same."""
+        """For blocks of `lengths` tokens; an empty sequence has a block of the last of these lengths."""
         if cu_seqlens is None:
             return Packing()
         sequences = cu_seqlens.shape[0] - 1
@@ -79,12 +79,12 @@ class Packing:
         size = jnp.array(lengths, jnp.int32)[:, None]
         counts = jnp.maximum(-(-jnp.diff(borders) // size), jnp.where(size == lengths[-1], 1, 0))
         before = jnp.pad(jnp.cumsum(counts, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
-        # comparing all is one kernel; searching is one a step, and those are launched one after the other
+        # comparing all is one kernel, bisection one a step, launched one after the other
         method = "compare_all" if sequences <= 4096 else "sort"
         owners = {}
         for i, length in enumerate(lengths):
             owner = jnp.arange(tokens // length + sequences + 1, dtype=jnp.int32)
-            # a block that holds all tokens is one of each sequence, and nothing is to be searched
+            # blocks that hold all tokens are one a sequence, and need no search
             if length != lengths[-1] or length < tokens:
                 owner = jnp.searchsorted(before[i, 1:], owner, side="right", method=method).astype(jnp.int32)
             owners[length] = jnp.minimum(owner, sequences)
@@ -92,7 +92,7 @@ class Packing:
 
 
 def _as_int32(ids: jax.Array) -> jax.Array:
-    """Ids that differ where these do from token to token, negative where these are."""
+    """Ids that change where these do from token to token, and are negative where these are."""
     if np.can_cast(ids.dtype, np.int32):
         return ids.astype(jnp.int32)
     change = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))

@@ -1,6 +1,6 @@
 """Calls that start from slots of a pool of states and write slots, by the kernels that go token by token.
 
-So what a sequence gets is the same to the bit wherever it is cut and whatever else is in the call.
+So a sequence has the same results to the bit wherever it is cut, and whatever else is in the call.
 """
 
 import importlib
@@ -23,27 +23,27 @@ Results = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a call's sequences start and what they write, of a pool of states.
+    """The slots of a pool of states that a call's sequences read and write.
 
     Attributes:
         pool: The states `[slots, H, K, V]`.
         reads: The slot that a sequence starts from, -1 for none: `[N]`.
         held: Whether another sequence writes that slot: `[N]`.
-        kept: The states of those: `[N, H, K, V]`, of which nothing else is filled.
+        copies: Copies of the initial states of sequences whose slot is held: `[N, H, K, V]`, otherwise not filled.
         at: After how many of its tokens a sequence writes: `[N, C]`.
-        slots: What it writes then, -1 for nothing; each slot comes once: `[N, C]`.
+        slots: The slot that it writes then, -1 for none; each slot comes once: `[N, C]`.
     """
 
     pool: jax.Array
     reads: jax.Array
     held: jax.Array
-    kept: jax.Array
+    copies: jax.Array
     at: jax.Array
     slots: jax.Array
 
     def inputs(self) -> dict[str, Any]:
-        """What kernels are given beside the pool, which is an output in place."""
-        names = ("reads", "held", "kept", "at", "slots")
+        """Inputs of kernels beside the pool, which is an output in place."""
+        names = ("reads", "held", "copies", "at", "slots")
         return {name: getattr(self, name) for name in names} | {"C": self.at.shape[1]}
 
     def outputs(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def run(step: Callable[..., Results], call: Call, *arrays: jax.Array | None) -> 
 
 
 def supports(core: Callable[[Any], str | None]) -> Callable[[PooledCall], str | None]:
-    """Of a call with a pool, from what is said of one without."""
+    """`supports` of calls with a pool, from that of calls without."""
     return lambda pooled: "an array without elements" if pooled.checkpoints == 0 else core(pooled.call)
 
 
@@ -91,7 +91,7 @@ def _slots(
     after, slots = checkpoints(number, borders, writes, at)
     slots = jnp.minimum(slots, number)
     order = jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
-    # of those that write the same slot the first one does, with all heads
+    # if several sequences write a slot, the first one does, with all heads
     first = jnp.full((number + 1,), slots.size, jnp.int32).at[slots].min(order)
     slots = jnp.where((slots < number) & (first[slots] == order), slots, -1)
     reads = jnp.where((reads >= 0) & (reads < number), reads, -1).astype(jnp.int32)
@@ -99,12 +99,12 @@ def _slots(
     other = writer // slots.shape[1] != jnp.arange(N, dtype=jnp.int32)
     held = (reads >= 0) & (writer < slots.size) & other
     block = min(4096, padded(call.key_dim * call.value_dim))
-    (kept,) = _launch.launch(
+    (copies,) = _launch.launch(
         importlib.import_module(SLOTS).hold,
         {"states": pool, "reads": reads, "held": held.astype(jnp.int32)},
-        {"kept": shape(N, H, call.key_dim, call.value_dim, dtype=pool.dtype)},
+        {"copies": shape(N, H, call.key_dim, call.value_dim, dtype=pool.dtype)},
         constants=_Constants(H, call.key_dim, call.value_dim, block),
         programs=N * H,
         tile=Tile(block, warps=4),
     )
-    return Slots(pool, reads, held.astype(jnp.int32), kept, after.astype(jnp.int32), slots.astype(jnp.int32))
+    return Slots(pool, reads, held.astype(jnp.int32), copies, after.astype(jnp.int32), slots.astype(jnp.int32))

@@ -1,4 +1,4 @@
-"""Calls of a few tokens a sequence, of either recurrence: one kernel that goes token by token."""
+"""The token-by-token kernel of both recurrences, for calls of a few tokens a sequence, and for pools."""
 
 import importlib
 from typing import Any
@@ -22,7 +22,7 @@ def step(
     beta: jax.Array | None = None,
     value_gate: jax.Array | None = None,
 ) -> Any:
-    """Output and final states, or the pool that has them; `block` is how many value dims a program takes at most."""
+    """Output and final states, or the pool that has them; a program takes at most `block` value dims."""
     call, state, block = launcher.call, x.initial_state, min(block, padded(launcher.call.value_dim))
     return launcher.launch(
         importlib.import_module(DEVICE).step,

@@ -19,7 +19,7 @@ from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
-_LARGEST_DIM = 512  # that gates may be folded into
+_LARGEST_DIM = 512  # of dims that gates are folded into
 
 
 def supports(call: Call) -> str | None:
@@ -29,7 +29,7 @@ def supports(call: Call) -> str | None:
     if call.value_decay and call.value_dim > _LARGEST_DIM:
         return f"a value dim above {_LARGEST_DIM} that decays (V={call.value_dim})"
     if call.segmented and call.value_decay and call.decay == "key":
-        # strong gates in one sequence would have XLA compute the others too, with other bits
+        # strong gates in one sequence would move the whole row to XLA, and change other sequences' bits
         return "rows of several sequences (segment_ids) whose key dims and value dims decay"
     if call.scale == 0 or not np.isfinite(call.scale):
         return f"softmax_scale {call.scale}: the gradient kernels divide by it"
@@ -50,7 +50,7 @@ def run(
     """The call's output and final states; arrays as `Call` lists them."""
     decay: Decay = call.decay
     if value_log_decay is not None and decay != "key":
-        # a head's decay is one of all its value dims
+        # a head's decay joins that of its value dims
         value_log_decay = _of_value_dims(call, log_decay, value_log_decay, cu_seqlens)
         log_decay, decay = None, "none"
     others = log_decay, value_log_decay, initial_state, cu_seqlens
@@ -71,7 +71,7 @@ def run_pooled(pooled: PooledCall, *arrays: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def cast_inputs(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, *others: Any) -> tuple[Call, list[Any]]:
-    """A call and its arrays in dtypes that the kernels have."""
+    """A call and its arrays, cast to dtypes that the kernels support."""
     dtype = _common_dtype(call, query, key, value)
     arrays = [*(each.astype(dtype) for each in (query, key, value)), *map(at_most_float32, others)]
     return replace(call, dtype=dtype), list(_varying.align(tuple(arrays)))
@@ -87,7 +87,7 @@ _KEY_GATES, _VALUE_GATES, _BOTH_GATES = (
 
 
 def _kernels(call: Call) -> tuple[Kernels, Plan]:
-    """What runs the call, by which dims decay."""
+    """The kernels for the dims that decay, and their plan."""
     if call.value_decay and call.decay != "key":
         return _VALUE_GATES, Plan.of(value_gates.swap(call))
     return _BOTH_GATES if call.value_decay else _KEY_GATES, Plan.of(call)
@@ -96,7 +96,7 @@ def _kernels(call: Call) -> tuple[Kernels, Plan]:
 def _of_value_dims(
     call: Call, log_decay: jax.Array | None, value_log_decay: jax.Array, cu_seqlens: jax.Array | None
 ) -> jax.Array:
-    """The decay of a head, if it has one, as part of that of its value dims: `[B, T, H, V]`."""
+    """Log decays of the value dims, plus that of the head if it has one: `[B, T, H, V]`."""
     if log_decay is None:
         return value_log_decay
     if call.decay == "constant" and not call.packed:
@@ -109,9 +109,9 @@ def _of_value_dims(
 
 
 def _common_dtype(call: Call, query: jax.Array, key: jax.Array, value: jax.Array) -> np.dtype:
-    """What the kernels multiply in, and so what they want of query, key and value alike."""
+    """The one dtype that the kernels cast query, key and value to."""
     if call.dtype == key.dtype == value.dtype == jnp.bfloat16:
-        # a query that was scaled comes in float32; it may be rounded as its keys are, since bfloat16 has the range
+        # a query that was scaled is float32, and may be rounded as its keys are: bfloat16 has the range
         return call.dtype
     dtypes = {each.dtype for each in (query, key, value)}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*_launch.DTYPES} else np.dtype(np.float32)

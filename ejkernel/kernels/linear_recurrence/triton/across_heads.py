@@ -1,7 +1,8 @@
 """Gradients of queries and keys that many heads with one gate each share, added up before they are written.
 
-The states of every chunk are stored first. A chunk is then a program, which goes through the heads instead of the time.
-Kept by its 16 % on `simple_gla` with gradients at Mamba-2's heads, 64 of `K128 V64` on one query and key.
+The states before every chunk are stored first. A program then has one chunk and goes through the heads, instead of one
+head and the chunks. Kept by its 16 % on `simple_gla` with gradients at Mamba-2's heads, 64 of `K128 V64` on one query
+and key.
 """
 
 import jax
@@ -13,13 +14,13 @@ from ejkernel.kernels.linear_recurrence.triton.gates import Gates
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs, Launcher, device
 from ejkernel.kernels.linear_recurrence.triton.walks import walk
 
-# Heads that share a query and key, from which on this is faster than a walk for each of them.
+# From so many heads that share a query and key this is faster than a walk for each of them.
 FEWEST = 32
 _TILE = Tile(128, stages=2)
 
 
 def applies(launcher: Launcher, query: jax.Array, key: jax.Array) -> bool:
-    """Whether the gradients of a call, that of its gates among them, are taken here: where it was timed on a GPU."""
+    """Whether this computes the gradients of a call whose gates have one: for calls that were timed on a GPU."""
     call, plan = launcher.call, launcher.plan
     shared = query.shape[2] == key.shape[2] and call.heads >= FEWEST * key.shape[2]
     timed = call.decay == "head" and launcher.by_token and call.value_dim <= 64 and not plan.segmented(call)
@@ -36,7 +37,7 @@ def gradients(
     d_final: jax.Array | None,
     ended: jax.Array,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
-    """Gradients of query and key, their row dots, and ⟨S, dS⟩ at the ends of groups, as walks with row dots leave them.
+    """Gradients of query and key, their row dots, and ⟨S, dS⟩ at the ends of groups, as walks with row dots store them.
 
     `ended` are the gradients of the states that chunks end with.
     """
@@ -46,18 +47,18 @@ def gradients(
     of_key = {"x": x.value, "y": d_output, "z": x.query, "w": x.key, "state": ended}
     d_query, query_dots = _add(launcher, gates, of_query)
     d_key, key_dots = _add(launcher, gates, of_key, reverse=True)
-    met = _meet(launcher, forward.border, ended, forward.final, d_final)
-    return d_query, d_key, (query_dots, key_dots), met
+    product = _product(launcher, forward.border, ended, forward.final, d_final)
+    return d_query, d_key, (query_dots, key_dots), product
 
 
 def _add(
-    launcher: Launcher, gates: Gates, given: dict[str, jax.Array], reverse: bool = False
+    launcher: Launcher, gates: Gates, operands: dict[str, jax.Array], reverse: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Gradient of the query or, in reverse, of the key, and each head's row dots."""
-    call, chunk, heads = launcher.call, launcher.config.chunk, given["z"].shape[2]
+    call, chunk, heads = launcher.call, launcher.config.chunk, operands["z"].shape[2]
     output, dots = launcher.launch(
         device("across_heads").add_across_heads,
-        given | {"within": gates.within},
+        operands | {"within": gates.within},
         {
             "output": shape(call.batch, call.tokens, heads, call.key_dim, dtype=call.dtype),
             "row_dots": shape(call.batch, call.tokens, 1, call.heads),
@@ -73,10 +74,10 @@ def _add(
     return output, dots
 
 
-def _meet(
+def _product(
     launcher: Launcher, began: jax.Array, ended: jax.Array, final: jax.Array, d_final: jax.Array | None
 ) -> jax.Array:
-    """⟨S, dS⟩ at the later end of each group, in units of the scale, as the gradients of states are stored."""
+    """⟨S, dS⟩ at the later end of each group, unscaled, as the gradients of states are."""
     call, group = launcher.call, launcher.plan.group
     began, ended = (each.reshape(call.batch, -1, *each.shape[1:]) for each in (began, ended))
     inner = (began[:, group::group].astype(F32) * ended[:, group - 1 : -1 : group].astype(F32)).sum((3, 4))

@@ -1,7 +1,7 @@
-"""Gates of key dims and of value dims at once: queries and keys are folded, and so are values and outputs.
+"""Gates of key dims and of value dims at once, as the contract promises: `g` or `gk` beside `gv`.
 
-The state then decays along both of its sides. Chunks whose gates are too strong for one reference have no exact path
-here: a call that has any is left to XLA, which is decided when it runs.
+Gates are folded into queries and keys, and into values and outputs; the state decays along both of its sides. There is
+no exact path here: a call in which any chunk is flagged runs on XLA, which is decided on the device.
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 from ejkernel.kernels.linear_recurrence.triton.value_gates import swap
 from ejkernel.kernels.linear_recurrence.triton.walks import starts, walk
 
-# Bits of decay in half a chunk: those of a key dim and of a value dim together are still in float32's range.
+# Bits of decay in half a chunk. A key dim's and a value dim's together must be in float32's range.
 LIMIT = 62.0
 
 
 class Folded(NamedTuple):
-    """Operands with their gates folded in, and what is left of these."""
+    """Operands with their gates folded in, and the gates as walks read them."""
 
     query: jax.Array
     key: jax.Array
@@ -52,18 +52,18 @@ def _fold(launcher: Launcher, swapped: Launcher, x: Inputs, d_output: jax.Array)
 
 def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, None]:
     """Output and final states, as `passes.forward`."""
-    del keep  # nothing can be used again
+    del keep  # there are no residuals
     launcher, swapped = (Launcher.of(each, plan, x.cu_seqlens) for each in (call, swap(call)))
     if has_few_tokens(call):
         return (*passes.step(launcher, x), None)
-    # there is no cotangent yet, and nothing asks for it
+    # the value stands for the output's cotangent, which is not known yet and not used
     q, k, _, v, keys, values = folded = _fold(launcher, swapped, x, x.value)
 
     def by_kernels() -> tuple[jax.Array, jax.Array]:
         first = starts(launcher, k, v, keys, x.initial_state, other=values)
         operands = q, k, v, keys, first
-        done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=F32, last=True, other=values)
-        return unfold_rows(swapped, x.value_log_decay, values, done.output), done.final
+        walked = walk(launcher, "output", *operands, tile=plan.config.output, dtype=F32, last=True, other=values)
+        return unfold_rows(swapped, x.value_log_decay, values, walked.output), walked.final
 
     return (*lax.cond(folded.is_strong, lambda: xla.run(call, *x), by_kernels), None)
 
@@ -98,9 +98,9 @@ def _gradients(launcher: Launcher, swapped: Launcher, x: Inputs, folded: Folded,
     back_to_start = back | {"last": x.initial_state is not None, "last_scale": call.scale}
     of_value = walk(launcher, "dvalue", k, q, do, keys, ends, tile=plan.config.output, **back_to_start)
     of_key = walk(launcher, "dkey", v, do, q, keys, ends, tile=plan.config.gradient, **back)
-    forth_to_value = forth | {"tile": plan.config.output, "meets": of_value.border}
+    forth_to_value = forth | {"tile": plan.config.output, "stored": of_value.border}
     of_output = walk(launcher, "output", q, k, v, keys, first, **forth_to_value)
-    forth_to_key = forth | {"tile": plan.config.gradient, "meets": of_key.border}
+    forth_to_key = forth | {"tile": plan.config.gradient, "stored": of_key.border}
     of_query = walk(launcher, "dquery", do, v, k, keys, first, **forth_to_key)
     hats = Hats(q, k, of_query.output, of_key.output, of_query.border)
     hat = shape(*q.shape, dtype=call.dtype)

@@ -1,4 +1,4 @@
-"""A call's forward and backward, as passes over its tokens."""
+"""The forward and the backward of a call, as launches that pass over its tokens."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,35 +27,35 @@ from ejkernel.kernels.linear_recurrence.triton.walks import Segments, scan, segm
 
 
 class Prepared(NamedTuple):
-    """What a forward leaves for its backward."""
+    """What a forward computes before its last walk: its residuals."""
 
-    query: jax.Array  # with key gates folded in
-    key: jax.Array
+    query: jax.Array  # with key gates, if there are any, folded in
+    key: jax.Array  # likewise
     gates: Gates  # as walks read them
     first: jax.Array | None = None  # the states that time segments start from
 
 
 def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, Prepared | None]:
-    """Output, final states, and what the backward can use again (nothing after the token-by-token kernel)."""
+    """Output, final states, and residuals if `keep` (none after the token-by-token kernel)."""
     launcher = Launcher.of(call, plan, x.cu_seqlens)
     if has_few_tokens(call):
         return (*step(launcher, x), None)
     prepared = _prepare(launcher, x)
     query, key, gates, first = prepared
     operands = (query, key, x.value, gates, first)
-    done = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
+    walked = walk(launcher, "output", *operands, tile=plan.config.output, dtype=call.dtype, last=True)
     if not plan.keeps_starts:
         prepared = prepared._replace(first=x.initial_state)
-    return done.output, done.final, prepared if keep else None
+    return walked.output, walked.final, prepared if keep else None
 
 
 def begin(call: Call, plan: Plan, *arrays: Any) -> tuple[Prepared, Segments, jax.Array]:
-    """What needs no initial state: folded operands, what time segments do, and the states that all of them add."""
+    """What needs no initial state: folded operands, time segments, and the states that all tokens add."""
     query, key, value, log_decay, cu_seqlens = arrays
     launcher = Launcher.of(call, plan, cu_seqlens)
     folded = _fold(launcher, query, key, log_decay, start=True)
-    own = segments(launcher, folded.key, value, folded.gates, last=True)
-    return folded, own, scan(launcher, own, None, last=True)[1]
+    added = segments(launcher, folded.key, value, folded.gates, last=True)
+    return folded, added, scan(launcher, added, None, last=True)[1]
 
 
 def finish(
@@ -65,23 +65,23 @@ def finish(
     start: jax.Array,
     cu_seqlens: jax.Array | None,
     folded: Prepared,
-    own: Segments,
+    added: Segments,
 ) -> tuple[jax.Array, Prepared]:
-    """The output, and what the backward can use again, from what `begin` has found."""
+    """The output and the residuals, from the first two results of `begin`."""
     launcher = Launcher.of(call, plan, cu_seqlens)
     query, key, gates, _ = folded
-    first = starts(launcher, key, value, gates, start, own=own)
-    done = walk(launcher, "output", query, key, value, gates, first, tile=plan.config.output, dtype=call.dtype)
-    return done.output, folded._replace(first=first)
+    first = starts(launcher, key, value, gates, start, added=added)
+    walked = walk(launcher, "output", query, key, value, gates, first, tile=plan.config.output, dtype=call.dtype)
+    return walked.output, folded._replace(first=first)
 
 
 def begin_back(
     call: Call, plan: Plan, cu_seqlens: jax.Array | None, prepared: Prepared, d_output: jax.Array
 ) -> tuple[Segments, jax.Array]:
-    """What needs no cotangent of the final states: what time segments do, and what comes of the initial states'."""
+    """What needs no cotangent of the final states: time segments, and cotangents of initial states from the output."""
     launcher = Launcher.of(call, plan, cu_seqlens)
-    own = segments(launcher, prepared.query, d_output, prepared.gates, reverse=True, last=True)
-    return own, scan(launcher, own, None, reverse=True, last=True, last_scale=call.scale)[1]
+    added = segments(launcher, prepared.query, d_output, prepared.gates, reverse=True, last=True)
+    return added, scan(launcher, added, None, reverse=True, last=True, last_scale=call.scale)[1]
 
 
 def backward(
@@ -92,11 +92,11 @@ def backward(
     prepared: Prepared | None,
     d_output: jax.Array,
     d_final: jax.Array | None,
-    own: Segments | None = None,
+    added: Segments | None = None,
 ) -> Inputs:
-    """Cotangents of the inputs; gates' gradients cost about a quarter, and are zeros unless wanted.
+    """Cotangents of the inputs; the gradient of a gate a head costs about a quarter, and is zeros unless wanted.
 
-    `own` is what `begin_back` has found, if it was asked before.
+    `added` is the first result of `begin_back`, if it is known already.
     """
     launcher = Launcher.of(call, plan, x.cu_seqlens)
     q_hat, k_hat, gates, first = prepared or _prepare(launcher, x)
@@ -106,11 +106,10 @@ def backward(
     is_key = call.decay == "key"
     of_gates = bool(wanted.log_decay) or is_key
     tile = config.head_gate_gradient or config.gradient if of_gates and not is_key else config.gradient
-    ends = starts(launcher, q_hat, d_output, gates, d_final, reverse=True, scale=scale, own=own)
+    ends = starts(launcher, q_hat, d_output, gates, d_final, reverse=True, scale=scale, added=added)
     start_scale = 1.0 if plan.segmented(call) else scale
     across = of_gates and across_heads.applies(launcher, x.query, x.key)
-    # of heads that share these are added up in float32, and gates take their gradient from what is stored: float16
-    # might not have the range
+    # the gradients of single heads are added up, and gates' gradients computed from them: float16 might overflow
     gradient_dtype = F32 if call.dtype == jnp.float16 else call.dtype
     of_value = walk(
         *(launcher, "dvalue", k_hat, q_hat, d_output, gates, ends),
@@ -122,12 +121,12 @@ def backward(
         every_chunk=across,
     )
     if across:
-        d_query, d_key, dots, met = across_heads.gradients(
+        d_query, d_key, dots, product = across_heads.gradients(
             launcher, x, gates, first, d_output, d_final, of_value.border
         )
     else:
         if of_gates and call.decay == "constant" and gates.flag is None and launcher.by_token:
-            # the kernel whose rows are tokens knows gates of each token alone
+            # the kernel whose rows are tokens has no constant gates
             assert x.log_decay is not None
             gates = fold_head_gates(launcher, x.log_decay)
         of_key = walk(
@@ -143,19 +142,19 @@ def backward(
             tile=config.key_gate_query_gradient or tile if is_key else tile,
             dtype=F32 if is_key else gradient_dtype,
             gate_gradient=x.query if of_gates else None,
-            meets=of_key.border if of_gates else None,
+            stored=of_key.border if of_gates else None,
             in_parts=is_key,
         )
-        d_query, d_key, met = of_query.output, of_key.output, of_query.border
+        d_query, d_key, product = of_query.output, of_key.output, of_query.border
         dots = of_query.row_dots, of_key.row_dots
     d_gate = None
     if is_key:
-        hats = Hats(q_hat, k_hat, d_query, d_key, met)
+        hats = Hats(q_hat, k_hat, d_query, d_key, product)
         d_query, d_key, d_gate = unfold_key_gates(launcher, x, gates, d_output, hats, gradient_dtype)
     elif of_gates:
         assert x.log_decay is not None
-        start = None if x.initial_state is None else _met(x.initial_state.astype(F32), of_value.final)
-        d_gate = head_gate_gradient(launcher, x.log_decay, *dots, met, start)
+        start = None if x.initial_state is None else _product(x.initial_state.astype(F32), of_value.final)
+        d_gate = head_gate_gradient(launcher, x.log_decay, *dots, product, start)
         if call.decay == "constant":
             d_gate = _sum_tokens(call, d_gate, x.cu_seqlens)
             d_gate = jnp.where(jnp.isneginf(x.log_decay), 0, d_gate).astype(x.log_decay.dtype)
@@ -167,13 +166,13 @@ def backward(
     return Inputs(d_query, d_key, d_value, d_gate, None, d_start)
 
 
-def _met(state: jax.Array, d_state: jax.Array) -> jax.Array:
-    """⟨S, dS⟩ of each head; the gradient of nothing may be infinite."""
+def _product(state: jax.Array, d_state: jax.Array) -> jax.Array:
+    """⟨S, dS⟩ of each head; a state of 0 may have an infinite gradient."""
     return jnp.where(state == 0, 0, state * d_state).sum((2, 3))
 
 
 def sum_shared(call: Call, x: jax.Array, dx: jax.Array) -> jax.Array:
-    """The gradient of `x` from each head's: heads that share it are added up."""
+    """The gradient of `x`, the sum over the heads that share a head of it."""
     if x.shape[2] == call.heads:
         return dx.astype(call.dtype)
     return dx.reshape(*x.shape[:3], -1, x.shape[-1]).sum(3).astype(call.dtype)
@@ -190,13 +189,13 @@ def _sum_tokens(call: Call, d_gate: jax.Array, cu_seqlens: jax.Array | None) -> 
 
 
 def _prepare(launcher: Launcher, x: Inputs) -> Prepared:
-    """Queries and keys with key gates folded in, the gates as walks read them, and the segments' first states."""
+    """All that the last walk of a forward needs."""
     folded = _fold(launcher, x.query, x.key, x.log_decay, start=x.initial_state is not None)
     return folded._replace(first=starts(launcher, folded.key, x.value, folded.gates, x.initial_state))
 
 
 def _fold(launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.Array | None, start: bool) -> Prepared:
-    """Queries and keys with key gates folded in, and the gates as walks read them."""
+    """All of that but the states that time segments start from."""
     if launcher.call.decay == "key":
         return Prepared(*fold_key_gates(launcher, query, key, log_decay, start=start))
     if launcher.call.decay == "constant" and launcher.constants.whole:
@@ -205,15 +204,15 @@ def _fold(launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.A
 
 
 def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and pool, one token after the other."""
+    """Output and pool, token by token."""
     arrays: Any = *inputs, None
     launcher = replace(Launcher.of(call, Plan.of(call), None), packing=packing)
-    found = step(launcher, Inputs(*arrays), slots)
-    return found.output, found.pool
+    results = step(launcher, Inputs(*arrays), slots)
+    return results.output, results.pool
 
 
 def step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
-    """Output and final states, or the pool that has them, one token after the other."""
+    """Output and final states, or the pool that has them, token by token."""
     # as much of a state as the registers hold
     block = min(launcher.config.step.rows, 16384 // padded(launcher.call.key_dim))
     return token_by_token.step(launcher, x, slots, block=block, value_gate=x.value_log_decay)

@@ -1,9 +1,11 @@
 """The gated linear recurrence on NVIDIA GPUs in two phases each way, for states that are known late.
 
-Where time is cut in segments, kernels find what these do to a state before the walks that need the right one, whatever
-becomes known when: then nothing is done in both phases, and nothing that one device alone would not do.
+Time is cut in segments, and what these do to a state is computed in the first phase, before the walks that need the
+state. So no work is done twice, and none that a device alone would not do.
 """
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,64 +20,64 @@ from ejkernel.kernels.linear_recurrence.triton import passes
 from ejkernel.kernels.linear_recurrence.triton.launcher import Inputs
 from ejkernel.kernels.linear_recurrence.triton.plan import Plan
 
-# of gates of value dims, whose kernels run a call as a whole
-_OTHERS = phases_from_reversed_runs(triton.run)
+
+def _phase(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A phase of `Phases`: `own`, but for gates of value dims, whose kernels run a call as a whole."""
+    whole = getattr(phases_from_reversed_runs(triton.run), own.__name__)
+
+    @functools.wraps(own)
+    def phase(call: Call, *arrays: Any) -> Any:
+        return whole(call, *arrays) if call.value_decay else own(call, *arrays)
+
+    return phase
 
 
+@_phase
 def begin(call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None) -> tuple[Any, jax.Array]:
-    """As `Phases.begin`."""
-    if call.value_decay:
-        return _OTHERS.begin(call, inputs, cu_seqlens)
     inner, arrays = _cast_inputs(call, inputs, cu_seqlens)
-    folded, own, added = foldable(passes.begin, inner, Plan.of(inner))(*arrays)
-    return (folded, own), added
+    *carry, added = foldable(passes.begin, inner, Plan.of(inner))(*arrays)
+    return tuple(carry), added
 
 
+@_phase
 def finish(
-    call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, memory: Any, start: jax.Array
+    call: Call, inputs: tuple[Any, ...], cu_seqlens: jax.Array | None, carry: Any, start: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """As `Phases.finish`."""
-    if call.value_decay:
-        return _OTHERS.finish(call, inputs, cu_seqlens, memory, start)
     inner, (_, _, value, _, borders, start) = _cast_inputs(call, inputs, cu_seqlens, start)
-    output, kept = foldable(passes.finish, inner, Plan.of(inner))(value, start, borders, *memory)
-    return output.astype(call.dtype), kept
+    output, residuals = foldable(passes.finish, inner, Plan.of(inner))(value, start, borders, *carry)
+    return output.astype(call.dtype), residuals
 
 
+@_phase
 def begin_back(
     call: Call,
     inputs: tuple[Any, ...],
     cu_seqlens: jax.Array | None,
     start: jax.Array,
-    kept: Any,
+    residuals: Any,
     d_output: jax.Array,
 ) -> tuple[Any, jax.Array]:
-    """As `Phases.begin_back`."""
-    if call.value_decay:
-        return _OTHERS.begin_back(call, inputs, cu_seqlens, start, kept, d_output)
     inner, (*_, borders, d_output) = _cast_inputs(call, inputs, cu_seqlens, d_output)
-    return foldable(passes.begin_back, inner, Plan.of(inner))(borders, kept, d_output.astype(inner.dtype))
+    return foldable(passes.begin_back, inner, Plan.of(inner))(borders, residuals, d_output.astype(inner.dtype))
 
 
+@_phase
 def finish_back(
     call: Call,
     inputs: tuple[Any, ...],
     cu_seqlens: jax.Array | None,
     start: jax.Array,
-    kept: Any,
-    own: Any,
+    residuals: Any,
+    carry: Any,
     cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[Any, ...]:
-    """As `Phases.finish_back`."""
-    if call.value_decay:
-        return _OTHERS.finish_back(call, inputs, cu_seqlens, start, kept, own, cotangents)
     inner, (*arrays, borders, start, d_output, d_end) = _cast_inputs(call, inputs, cu_seqlens, start, *cotangents)
     query, key, value, log_decay = arrays
     operands = Inputs(query, key, value, log_decay, None, start, borders)
     wanted = Inputs(*(each is not None for each in operands))  # type: ignore[arg-type]
     run = foldable(partial(passes.backward, wanted), inner, Plan.of(inner))
-    found = run(operands, kept, d_output.astype(inner.dtype), d_end, own)
-    return *(d if d is None else d.astype(x.dtype) for d, x in zip(found[:4], inputs[:4], strict=True)), None
+    d_inputs = run(operands, residuals, d_output.astype(inner.dtype), d_end, carry)
+    return *(d if d is None else d.astype(x.dtype) for d, x in zip(d_inputs[:4], inputs[:4], strict=True)), None
 
 
 def _cast_inputs(

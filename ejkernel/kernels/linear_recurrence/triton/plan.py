@@ -15,10 +15,11 @@ from ejkernel.xla_utils.utils import cdiv
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: the configuration, tokens a time segment, and chunks a group.
+    """How a call is cut: its configuration, tokens of a time segment, and chunks of a group.
 
-    Over a group a gate's gradient is summed, and between its ends no state is stored. Folding `vmap` into the batch
-    keeps the plan. Unless `keeps_starts`, the backward computes again which states time segments start from.
+    Time is cut in segments where a call has too few programs to fill the chip. States are stored at the ends of groups
+    only, from which gates' gradients are summed. `vmap`, folded into the batch, keeps the plan. Unless `keeps_starts`,
+    the backward computes the states at the starts of segments again.
     """
 
     config: Config
@@ -33,7 +34,7 @@ class Plan:
             configs.configure(capability(), wide, dim)
             for dim in (max(call.key_dim, call.value_dim), call.key_dim, call.value_dim)
         )
-        # the columns of the state that a walk carries are what its tile has to fit
+        # a walk's tile has to fit the columns of the state that it carries: key dims, or in gradients value dims
         config = replace(
             config, output=by_key.output, segments=by_key.segments, stages_if_half_full=by_key.stages_if_half_full
         )
@@ -42,8 +43,8 @@ class Plan:
         rows = 1 if call.packed else call.batch
         programs = rows * call.heads * cdiv(call.value_dim, min(config.output.rows, padded(call.value_dim)))
         programs *= cdiv(call.key_dim, config.output.columns)
-        # with one gate a head, the states at the ends of groups are most of what has to be stored; where time is cut,
-        # in segments of whole groups, these must not be long
+        # with one gate a head, states at the ends of groups are most of what is stored, so groups are longer; but not
+        # where that would leave too few segments, which are whole groups
         longer = {"head": (2, 4), "constant": (1, 4) if call.dtype == jnp.bfloat16 else (1,)}
         for times in longer.get(call.decay, (1,)):
             unit = config.chunk * config.group * times
@@ -53,14 +54,14 @@ class Plan:
         return Plan(config, unit * cdiv(call.tokens, unit * segments), config.group * times)
 
     def of_part(self, call: Call) -> "Plan":
-        """The plan of a device's part, which has fewer rows and heads; it keeps no more for the backward than this."""
+        """The plan of one device's rows and heads, with no more residuals than this plan has."""
         if call.value_decay or self.segmented(call):
             return self
         return replace(Plan.of(call), keeps_starts=False)
 
     @staticmethod
     def carried(call: Call) -> bool:
-        """Whether the call's operands are carried as float32: float16 has too small a range for states and gates."""
+        """Whether operands are carried as float32: float16 has too small a range for states and gates."""
         return call.dtype == jnp.float16
 
     def segmented(self, call: Call) -> bool:

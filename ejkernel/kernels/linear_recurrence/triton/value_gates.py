@@ -1,8 +1,8 @@
-"""Gates of value dims: with key and value in each other's place they are gates of key dims, and so is all else.
+"""Gates of value dims, as the contract promises: `gv` is a key gate once key and value have changed places.
 
 Let `q' = do`, `k' = v`, `v' = k`, `do' = q` and let states be transposed. Then the output is the gradient of `q'`, and
 the gradients of query, key, value and gates are the output and the gradients of `v'`, `k'` and gates. So every kernel
-that serves key gates serves value gates, exact path included.
+of key gates serves value gates, exact path included.
 """
 
 from dataclasses import replace
@@ -30,18 +30,18 @@ def _transposed(state: jax.Array | None) -> jax.Array | None:
 
 def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array, None]:
     """Output and final states, as `passes.forward`."""
-    del keep  # nothing can be used again
+    del keep  # there are no residuals
     if has_few_tokens(call):
         return (*passes.step(Launcher.of(call, plan, x.cu_seqlens), x), None)
     launcher, state = Launcher.of(swap(call), plan, x.cu_seqlens), _transposed(x.initial_state)
-    # there is no q' yet, and nothing asks for it
+    # the value stands for q', the output's cotangent, which is not known yet and not used
     swapped = Inputs(x.value, x.value, x.key, x.value_log_decay, None, state)
     _, folded, gates = fold_key_gates(launcher, x.value, x.value, x.value_log_decay, start=state is not None)
     first = starts(launcher, folded, x.key, gates, state)
     operands = x.query, x.key, folded, gates, first
-    done = walk(launcher, "dquery", *operands, tile=plan.config.gradient, dtype=F32, last=True)
-    output = unfold_queries(launcher, swapped, gates, x.query, done.output, folded)
-    return output, jnp.swapaxes(done.final, -1, -2), None
+    walked = walk(launcher, "dquery", *operands, tile=plan.config.gradient, dtype=F32, last=True)
+    output = unfold_queries(launcher, swapped, gates, x.query, walked.output, folded)
+    return output, jnp.swapaxes(walked.final, -1, -2), None
 
 
 def backward(

@@ -17,24 +17,19 @@ Role = Literal["segment", "output", "dvalue", "dquery", "dkey"]
 Segments = tuple[jax.Array, jax.Array]  # states that time segments add `[segments, H, K, V]`, and their decays
 
 
-# Whether walks whose key gates are flagged in all chunks are left to a kernel of their own, with its scores fetched
-# ahead: an empty launch more where none are, for the output and the value's gradient.
-APART = True
-
-
 class Border(StrEnum):
     """What a walk stores at the later end of each group of chunks."""
 
     NONE = "none"
-    STATE = "state"  # its state
-    SEEN = "seen"  # its state as the rows of x see it
-    MET = "met"  # sums of products of its state with that of the walk in reverse, of each row or for a head of all
-    ENTERED = "entered"  # nothing there, but the state with which it enters each chunk
+    STATE = "state"
+    READ = "read"  # the state as the rows of x read it
+    PRODUCT = "product"  # ⟨S, dS⟩ with what the walk in reverse has stored: of each row, or their sum for a head's gate
+    EVERY_CHUNK = "every chunk"  # nothing there, but the state before each chunk
 
 
 @dataclass(frozen=True)
 class Walked:
-    """What a walk gives, as far as its role does; segments' decays come in the place of borders."""
+    """What a walk stores; role `segment` has the states that segments add as `final`, and their decays as `border`."""
 
     output: jax.Array
     final: jax.Array
@@ -58,26 +53,29 @@ def walk(
     start_scale: float = 1.0,
     last_scale: float = 1.0,
     gate_gradient: jax.Array | None = None,
-    meets: jax.Array | None = None,
+    stored: jax.Array | None = None,
     other: Gates | None = None,
     in_parts: bool = False,
     every_chunk: bool = False,
 ) -> Walked:
-    """One walk. `gate_gradient` asks for what the gates' gradient needs of it, and is the query or key itself.
+    """One walk, in a role that `device.walk` lists, from `start` (of sequences, or of time segments).
 
-    `meets` is what the walk in reverse has left at the borders, which the one forward needs for that.
-    `other` are the gates of the value dims, beside those of the key dims. With more dims of x than a program carries
-    the output is a sum, which is left to the caller where it may come `in_parts`, side by side. `every_chunk` asks for
-    the states with which the walk enters each of them, as borders `[chunks, H, V, K]`.
+    Args:
+        last: Also stores the states that sequences, or with the role `segment` the last segments, end with.
+        gate_gradient: The query or key, if gates have a gradient, to which the walk then contributes.
+        stored: The borders of the walk in reverse, which the forward one multiplies its states with.
+        other: The gates of the value dims, beside those of the key dims.
+        in_parts: Leaves an output that is a sum, of more dims of x than a program carries, in parts side by side.
+        every_chunk: Stores the states before each chunk, as borders `[chunks, H, V, K]`.
     """
     call, config, plan = launcher.call, launcher.config, launcher.plan
     by_key = role in ("dquery", "dkey")
     reverse = reverse or role in ("dvalue", "dkey")
     w = None if call.decay == "key" else gate_gradient
-    border = Border.ENTERED if every_chunk else Border.NONE
+    border = Border.EVERY_CHUNK if every_chunk else Border.NONE
     if gate_gradient is not None:
-        # a folded key meets states as its rows see them
-        border = Border.MET if not reverse else Border.SEEN if call.decay == "key" else Border.STATE
+        # gates of key dims need states as folded rows read them
+        border = Border.PRODUCT if not reverse else Border.READ if call.decay == "key" else Border.STATE
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
     # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
     fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
@@ -99,17 +97,17 @@ def walk(
         outputs["output"] = launcher.rows(sums * z_dim, dtype if sums == 1 else F32)
         outputs["final"] = shape(call.sequences, *state) if last else None
         outputs["row_dots"] = None if w is None else shape(call.batch, call.tokens, sums * parts, call.heads)
-    if border == Border.ENTERED:
+    if border == Border.EVERY_CHUNK:
         outputs["border"] = shape(launcher.blocks(config.chunk), call.heads, z_dim, x_dim, dtype=call.dtype)
-    elif border == Border.MET:
+    elif border == Border.PRODUCT:
         each = (sums, z_dim) if call.decay == "key" else (sums * parts,)
         outputs["border"] = shape(n_groups, call.heads, *each)
     elif border != Border.NONE:
-        # one of the two that meet as its own walk has rounded it, so that what cancels takes its error along
-        seen = F32 if call.dtype == jnp.float16 else y.dtype
-        outputs["border"] = shape(n_groups, call.heads, z_dim, x_dim, dtype=seen)
+        # rounded as the walk's own products round it, so that terms that cancel have the same error
+        rounded = F32 if call.dtype == jnp.float16 else y.dtype
+        outputs["border"] = shape(n_groups, call.heads, z_dim, x_dim, dtype=rounded)
     x_heads, y_heads, z_heads, w_heads = (call.heads if each is None else each.shape[2] for each in (x, y, z, w))
-    # a constant gate may have been folded as one of each token
+    # a constant gate may have been folded as a gate of each token
     decay = "head" if call.decay == "constant" and gates.flag is not None else call.decay
     cut = Walk(
         role=role,
@@ -129,29 +127,30 @@ def walk(
         both=other is not None,
         flat=not launcher.hopper,
     )
-    given = {"x": x, "y": y, "z": z, "w": w, "within": gates.within, "factors": gates.factors, "flag": gates.flag}
-    given["any_flag"] = gates.any_flag
-    given |= {"other": None if other is None else other.factors, "start": start, "d_state": meets}
+    inputs = {"x": x, "y": y, "z": z, "w": w, "within": gates.within, "factors": gates.factors, "flag": gates.flag}
+    inputs["any_flag"] = gates.any_flag
+    inputs |= {"other": None if other is None else other.factors, "start": start, "d_state": stored}
     by_token = w is not None and decay == "head" and launcher.by_token
-    before: dict[str, jax.Array] | None = None
-    apart = APART and decay == "key" and role in ("output", "dvalue") and other is None and not call.segmented
+    # the first kernel waits for the scores of flagged chunks: 230 µs instead of 156 (the second one is yet to be timed)
+    apart = decay == "key" and role in ("output", "dvalue") and other is None and not call.segmented
+    in_place: dict[str, jax.Array] | None = None
     for strong in (False, True) if decay == "head" or apart else (False,):
         kernel, timed = device("walk").walk, tile
         if by_token and not strong:
             # two programs a multiprocessor have room for three stages
             kernel, timed = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
         if strong and call.segmented:
-            # where each program marks the sequences that it gives results for
-            outputs["mine"] = shape(call.batch, call.heads, sums * parts, call.tokens, dtype=jnp.int32)
+            # where each program marks the sequences whose results it stores
+            outputs["marks"] = shape(call.batch, call.heads, sums * parts, call.tokens, dtype=jnp.int32)
         results = launcher.launch(
             kernel,
-            given,
+            inputs,
             outputs,
             programs=n_segments * call.heads * sums * parts,
             tile=timed,
             length=plan.segment,
-            # the second kernel completes what the first one has left out
-            in_place=before,
+            # the second kernel completes the first one's results
+            in_place=in_place,
             walk=replace(cut, strong=strong, apart=apart),
             decay=decay,
             reverse=reverse,
@@ -160,7 +159,7 @@ def walk(
             start_scale=float(start_scale),
             last_scale=float(last_scale),
         )
-        before = {name: each for name, each in results._asdict().items() if each is not None}
+        in_place = {name: each for name, each in results._asdict().items() if each is not None}
     output = results.output
     if sums > 1 and x is not None and not in_parts:
         output = output.reshape(*output.shape[:3], sums, z_dim).sum(3).astype(dtype)
@@ -176,28 +175,28 @@ def segments(
     other: Gates | None = None,
     last: bool = False,
 ) -> Segments:
-    """What each time segment adds to a state, and its decay; those that sequences end with only if `last`."""
+    """The state that each time segment adds, and its decay; of the segments that sequences end with only if `last`."""
     tile = launcher.config.segments or launcher.config.output
-    own = walk(launcher, "segment", None, y, z, gates, None, tile=tile, reverse=reverse, other=other, last=last)
-    return own.final, own.border
+    added = walk(launcher, "segment", None, y, z, gates, None, tile=tile, reverse=reverse, other=other, last=last)
+    return added.final, added.border
 
 
 def scan(
     launcher: Launcher,
-    own: Segments,
+    added: Segments,
     state: jax.Array | None,
     reverse: bool = False,
     scale: float = 1.0,
     last: bool = False,
     last_scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The state at the start of each time segment and, if asked for, those that sequences end with."""
-    call, (added, decays) = launcher.call, own
+    """The state at the start of each time segment and, if `last`, those that sequences end with."""
+    call, (states, decays) = launcher.call, added
     block, columns = min(32, padded(call.key_dim)), min(256, padded(call.value_dim))
-    found = launcher.launch(
+    results = launcher.launch(
         device("segments").scan_segments,
-        {"segments": added, "decay": decays, "start": state},
-        {"starts": shape(*added.shape), "final": launcher.states() if last else None},
+        {"segments": states, "decay": decays, "start": state},
+        {"starts": shape(*states.shape), "final": launcher.states() if last else None},
         programs=call.sequences * call.heads * cdiv(call.key_dim, block) * cdiv(call.value_dim, columns),
         tile=Tile(block, stages=2),
         key_block=block,
@@ -209,7 +208,7 @@ def scan(
         last_scale=float(last_scale),
         reverse=reverse,
     )
-    return found.starts, found.final
+    return results.starts, results.final
 
 
 def starts(
@@ -221,13 +220,13 @@ def starts(
     reverse: bool = False,
     scale: float = 1.0,
     other: Gates | None = None,
-    own: Segments | None = None,
+    added: Segments | None = None,
 ) -> jax.Array | None:
     """The state at the start of each time segment, or `state` itself (unscaled) where time is not cut.
 
-    `own` is what `segments` has found, if it was asked before.
+    `added` is the result of `segments`, if it is known already.
     """
     if not launcher.plan.segmented(launcher.call):
         return state
-    own = segments(launcher, y, z, gates, reverse, other) if own is None else own
-    return scan(launcher, own, state, reverse, scale)[0]
+    added = added or segments(launcher, y, z, gates, reverse, other)
+    return scan(launcher, added, state, reverse, scale)[0]

@@ -26,7 +26,7 @@ class Arrays(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a chunk makes of any state `S` at its start: output `within + weight · query S`, end `decay S + written`."""
+    """What a chunk does to any state `S` at its start: output `within + weight · query S`, end `decay S + written`."""
 
     query: jax.Array  # [B, H, C, K]
     weight: jax.Array | None  # [B, H, C, 1 or V]
@@ -40,7 +40,7 @@ class Effect(NamedTuple):
 
 
 def effect(chunk: Arrays, einsum: Einsum) -> Effect:
-    """What a chunk does, whatever the state at its start."""
+    """The effect of a chunk on any state at its start."""
     q, k, v = chunk[:3]
     between = pairs(k, chunk.log_decay, einsum)
     scores, since, until = between.scores(q), between.since, between.until

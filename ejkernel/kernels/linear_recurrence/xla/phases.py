@@ -13,7 +13,7 @@ from ejkernel.kernels.linear_recurrence.xla.recurrence import RECURRENCE
 
 
 def _added(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, transitions: Any, where: Chunks) -> jax.Array:
-    """The states that tokens add, `[N, H, K, V]`; the gates alone say by what they multiply one."""
+    """The states that tokens add, `[N, H, K, V]`; the factor of a state depends on the gates alone."""
     return pass_all(call, one_chunk.advance, transitions, where, zero_states(call, inputs.query))[0]
 
 

@@ -33,7 +33,7 @@ def _math(call: Call) -> ChunkMath:
 
 
 def _write(call: Call, token: Arrays, state: jax.Array) -> jax.Array:
-    # no einsum, whose gradients would be products too small to be worth it
+    # no einsum: its gradients would be products too small to be worth it
     return state + of_heads(call, token.key)[..., :, None] * of_heads(call, token.value)[..., None, :]
 
 

@@ -1,6 +1,6 @@
-"""`one_chunk` for calls that decay the value dims too: scores then differ from one value dim to the next.
+"""`one_chunk` for calls whose value dims decay too: scores then differ from one value dim to the next.
 
-So each pair of blocks is read on its own, with its values decayed to the border and its outputs from there.
+So a pair of neighbouring blocks has a product of its own: values decay to the border between them, outputs from there.
 """
 
 from dataclasses import replace

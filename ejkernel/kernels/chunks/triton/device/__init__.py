@@ -1,1 +1,1 @@
-"""Device code that recurrences share. Modules here import Triton, and nobody imports them at its top."""
+"""Device code that recurrences share. Modules here import Triton; host code imports them when it launches."""

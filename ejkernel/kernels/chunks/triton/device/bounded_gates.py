@@ -1,8 +1,8 @@
 """Device code for chunks whose key gates are bounded: none is above 0, and no eight tokens forget more than 80 bits.
 
-Eight tokens begin where a multiple of eight does, and 80 bits are 6.9 nats a token. So sixteen tokens keep the range of
-float32 either side of their middle, and all of their pairs are one product. Sums of gates are short: float32 has
-the digits for them, and no power of two is taken more often than with mild gates.
+Eights begin at multiples of eight; 80 bits are 6.9 nats a token. So decays from the middle of sixteen tokens are in
+float32's range either way, and all of their pairs are one product. Sums of gates are short: float32 has the digits for
+them, and no more powers are computed than with mild gates.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E
 from ejkernel.kernels.chunks.triton.device.rows import is_late, join_rows, sibling_bits, split_rows
 
-# Kinds of chunks, as flags say them. All that tests for a flag tests for another number than 0.
+# Values of a chunk's flag: not 0 if it is flagged.
 MILD = tl.constexpr(0)
 STRONG = tl.constexpr(1)
 BOUNDED = tl.constexpr(2)
@@ -39,7 +39,7 @@ def sum_from_middle(b_gate, o_r, o_b):
     for r in tl.static_range(8):
         until += (backwards[7 - r],)
     b_sum = tl.where(is_late(o_r, o_b, 3, 3), join_rows(since, o_r), join_rows(until, o_r))
-    # a sum of its own, since of a reduction nothing is moved but what it gives
+    # a second sum, as a reduction, since only the results of reductions move between threads
     return b_sum, tl.sum(b_gate, 1, keep_dims=True) * LOG2E
 
 
@@ -47,10 +47,10 @@ def sum_from_middle(b_gate, o_r, o_b):
 def place_middles(b_eight, o_r, o_b, LEVELS: tl.constexpr):
     """Where the middles of 16 tokens lie, from sums over each eight of them.
 
-    Gives a part of a bit, to be added to sums from the middle, which leaves whole bits between any two middles: so
-    whatever is relative to one of them is brought to another by a power of two, which no rounding notices. Then decays
-    from the chunk's start to the middle, from there to its end, and, for blocks of 32 tokens and on, to where their
-    halves meet.
+    Returns a fraction of a bit, which is to be added to the sums from the middle: then a whole number of bits lies
+    between two middles, and a power of two, which rounds nothing, takes numbers from one to the other. Then the decays
+    from the chunk's start to the middle, from there to the chunk's end and, for each level of blocks from 32 tokens on,
+    to the border between the block's halves.
     """
     # bits with 21 binary places: a bounded chunk has 640 at most
     b_own = tl.floor(b_eight * 2097152.0 + 0.5).to(tl.int32)

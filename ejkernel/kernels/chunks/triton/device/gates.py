@@ -1,4 +1,4 @@
-"""Device code: gates as powers of two, and what they make of numbers."""
+"""Device code: gates as bits of decay, and numbers that decay by them."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2**-200 is 0 in float32.
 LEAST = tl.constexpr(-200.0)
-# 2**128 is the first power that float32 does not have, and 2**190 takes any number that matters beyond.
+# 2**128 overflows in float32, and 2**190 makes any number overflow that matters.
 MOST = tl.constexpr(127.99)
 BEYOND = tl.constexpr(190.0)
 LARGEST = tl.constexpr(3e38)
@@ -14,13 +14,13 @@ LARGEST = tl.constexpr(3e38)
 
 @triton.jit
 def in_bits(b_gate):
-    """A gate in base 2, no further from 0 than what forgets all, or makes too much of all."""
+    """A gate in bits, clipped where it forgets, or overflows, everything anyway."""
     return tl.minimum(tl.maximum(b_gate * LOG2E, LEAST), -LEAST)
 
 
 @triton.jit
 def largest(b, FLAT: tl.constexpr):
-    """Of a tile; FLAT, of all numbers at once and not of rows first, which Triton 3.6 has no code for on Blackwell."""
+    """The largest number of a tile; FLAT in one step, since rows first does not compile for Blackwell (Triton 3.6)."""
     if FLAT:
         return tl.max(b)
     else:
@@ -35,7 +35,7 @@ def scaled(b, b_factor):
 
 @triton.jit
 def faded(b, b_bits):
-    """`b 2**bits`, also where the power alone would overflow: nothing stays nothing however much it would grow."""
+    """`b 2**bits`, also where the power alone would overflow: 0 stays 0."""
     m_beyond = b_bits > MOST
     b_power = tl.exp2(tl.minimum(b_bits, BEYOND) - tl.where(m_beyond, 64.0, 0.0))
     return b * b_power * tl.where(m_beyond, 2.0**64, 1.0)

@@ -1,4 +1,4 @@
-"""Device code of single tokens: where a head's numbers stand, and its norm."""
+"""Device code of single tokens: where a head's numbers begin, and the inverse of its norm."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def own_place(p_x, i_b, i_head, VIEW: tl.constexpr):
 
 @triton.jit
 def inverse_norm(b_squares, b_small_squares, EPSILON: tl.constexpr):
-    """One over the norm of what is multiplied by the second result, from sums of squares of which one may overflow."""
+    """The inverse norm of a vector times the second result, from its sum of squares and that of it times SMALL."""
     m_fits = b_squares < MOST
     b_inverse = tl.rsqrt(tl.where(m_fits, b_squares + EPSILON, b_small_squares))
     return b_inverse, tl.where(m_fits, 1.0, SMALL)

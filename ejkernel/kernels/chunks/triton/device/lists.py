@@ -22,9 +22,9 @@ def load_ids(p, i_first, i_row, CALL: tl.constexpr):
 def list_chunks(p, CALL: tl.constexpr):
     """Lists the chunks of a row, as `visit` reads them: `p.chunks`, two places more than tokens, and `p.before`.
 
-    A chunk begins with a sequence, or with padding, and every `CALL.chunk` tokens from there. Behind the last one is
-    where the row ends. Nothing passes from one sequence to the next, nor through padding between them; a state passes
-    through padding before a row's first sequence, and behind its last.
+    A chunk begins with a sequence, or with padding, and every `CALL.chunk` tokens from there. After the last chunk the
+    list has the row's end. No state passes from one sequence to the next, nor through padding between them; a state
+    does pass through padding before a row's first sequence, and behind its last.
     """
     C: tl.constexpr = CALL.chunk
     BLOCK: tl.constexpr = CALL.block
@@ -33,7 +33,7 @@ def list_chunks(p, CALL: tl.constexpr):
     p_chunks = p.chunks + i_n * (p.T + 2)
     p_before = p.before + i_n * (tl.cdiv(p.T, C) + 1)
     o_r = tl.arange(0, BLOCK)
-    # the row's first and last token that is no padding
+    # the first and the last token of the row that is no padding
     n_low = p.T
     n_high = -1
     for i in range(0, p.T, BLOCK):

@@ -12,8 +12,8 @@ import triton.language as tl
 CHUNKS = tl.constexpr(1)
 GROUPS = tl.constexpr(2)
 SEGMENTS = tl.constexpr(3)
-# What the list of a row's chunks says of each beside its first row, in the last bits: that it is no padding; that it is
-# the first of its sequence; and that nothing passes from the chunk before it to this one.
+# An entry of a row's list of chunks is the chunk's first row and, in the last bits, three facts: the chunk is no
+# padding; it is the first of its sequence; no state passes to it from the chunk before it.
 REAL = tl.constexpr(1)
 FIRST = tl.constexpr(2)
 CUT = tl.constexpr(4)
@@ -21,40 +21,51 @@ FACTS = tl.constexpr(3)
 
 
 class Chunk(NamedTuple):
-    """One chunk that a program visits: rows are those of its sequence, or of a row with several of them.
+    """One chunk that a program visits, in a sequence or, where chunks are listed, in a row of several sequences.
 
-    Chunks of several sequences are listed by `list_chunks`, and begin anywhere. Their rows have all else that is kept
-    of rows to themselves. What is kept of states lies where the chunk begins, in chunks' sizes: of all that begin
-    there only one takes a state from before it, and only one leaves one behind it.
+    Listed chunks, of `list_chunks`, begin at any row. Arrays that have an entry for each token need nothing special for
+    them. Arrays that have one for each chunk have it at `i_c`, which several listed chunks may share: of these only one
+    takes a state from before it, and only one leaves a state behind it.
     """
 
     i_n: Any  # its sequence, or row
-    i_c: Any  # its number there; if listed, in how many chunks' size its first row lies
+    i_c: Any  # its number there; if listed, its first row divided by a chunk's size
     i_row: Any  # its first row
-    n_read: Any  # the rows before which it ends, of those that are read
-    n_end: Any  # the same of those that are written
-    entry: Any  # what the list says of it, and of the next one
-    next_entry: Any
+    n_read: Any  # the row that ends those that are read
+    n_end: Any  # the row that ends those that are written
+    entry: Any  # its entry in the list
+    next_entry: Any  # and that of the next chunk
+
+
+class Span(NamedTuple):
+    """A block of tokens: where it lies in its sequence, and where the sequence lies in memory.
+
+    The sequence past the last is padding: its tokens are written, as zeros, and never read. Where chunks are listed,
+    the sequence is a whole row.
+    """
+
+    i_n: Any  # the sequence
+    i_j: Any  # the block's number in it
+    i_first: Any  # the sequence's first token
+    n_rows: Any  # its tokens
+    n_read: Any  # and how many of them can be read
 
 
 class Block(NamedTuple):
-    """A chunk as `locate` finds it or, where they are listed, the chunks that begin in as many rows."""
+    """The chunk of a program or, where chunks are listed, all that begin where this one would lie."""
 
     i_block: Any
     i_n: Any  # the sequence, or row
-    i_c: Any  # the number of the first, and of the one after the last
-    i_end: Any
-    i_first: Any  # as `locate` gives them
+    i_c: Any  # the number of the first chunk
+    i_end: Any  # the number after the last one
+    i_first: Any  # as in `Span`
     n_rows: Any
     n_read: Any
 
 
 @triton.jit
 def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
-    """Sequence, block in it, first token, tokens and readable tokens of the i-th block of L tokens.
-
-    The sequence past the last is padding: its tokens are written, as zeros, and never read.
-    """
+    """The span of the i-th block of L tokens; ROW is the row of the packing table that counts such blocks."""
     if CALL.packed:
         i_n = tl.load(p.owner + i_block)
         i_first = tl.load(p.packing + i_n)
@@ -69,7 +80,7 @@ def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
         i_first = i_n.to(tl.int64) * p.T
         n_rows = i_block * 0 + p.T
         n_read = n_rows
-    return i_n, i_j, i_first, n_rows, n_read
+    return Span(i_n, i_j, i_first, n_rows, n_read)
 
 
 @triton.jit
@@ -101,14 +112,14 @@ def token_offsets(o_r, FLIP: tl.constexpr):
 
 @triton.jit
 def load_entries(i_c, i_n, p):
-    """What a row's list says of its i-th chunk, and of the next one."""
+    """The entries of the i-th chunk of a row's list, and of the next one."""
     p_entry = p.chunks + i_n.to(tl.int64) * (p.T + 2) + i_c
     return tl.load(p_entry), tl.load(p_entry + 1)
 
 
 @triton.jit
 def listed_chunk(i_n, entry, next_entry, CALL: tl.constexpr):
-    """The chunk of a row that these say so of."""
+    """The chunk of these entries of a row's list."""
     i_row = entry >> FACTS
     n_end = next_entry >> FACTS
     n_read = tl.where((entry & REAL) != 0, n_end, 0)
@@ -126,6 +137,12 @@ def visit(i_c, i_n, n_rows, n_read, p, CALL: tl.constexpr):
 
 
 @triton.jit
+def chunk_at(i_c, span, p, CALL: tl.constexpr):
+    """The i-th chunk of the sequence, or row, of a span."""
+    return visit(i_c, span.i_n, span.n_rows, span.n_read, p, CALL)
+
+
+@triton.jit
 def first_entries(i_from, n_steps, i_n, p, REVERSE: tl.constexpr):
     """The entries of the chunk that a walk over `n_steps` chunks of a row visits first."""
     return load_entries(tl.maximum(i_from + n_steps - 1, 0) if REVERSE else i_from, i_n, p)
@@ -135,28 +152,28 @@ def first_entries(i_from, n_steps, i_n, p, REVERSE: tl.constexpr):
 def next_entries(i_c, i_n, p, REVERSE: tl.constexpr):
     """The entries of the chunk that a walk visits after the i-th.
 
-    A walk holds them while it works on this one. If it loaded them when it gets there, the compiler would fetch the
-    chunk's rows one chunk less ahead; and it fetches nothing ahead where a value goes around the loop twice.
+    A walk loads them one chunk ahead. Loaded with the chunk itself, its rows would be fetched one chunk less ahead; two
+    chunks ahead, a value would go around the loop twice, and the compiler fetches nothing ahead of such a loop.
     """
     return load_entries(tl.maximum(i_c - 1, 0) if REVERSE else i_c + 1, i_n, p)
 
 
 @triton.jit
 def listed_before(i_n, i_c, p, CALL: tl.constexpr):
-    """How many chunks of a row's list begin before so many chunks' sizes."""
+    """How many chunks of a row's list begin before row `i_c * chunk`."""
     return tl.load(p.before + i_n.to(tl.int64) * (tl.cdiv(p.T, CALL.chunk) + 1) + i_c)
 
 
 @triton.jit
 def listed_from(i_n, i_c, n_chunks, p, CALL: tl.constexpr):
-    """Of so many chunks' sizes from the `i_c`-th on: the first chunk of the row's list, and how many begin there."""
+    """The first chunk of a row's list that begins in `n_chunks` chunks' sizes from the `i_c`-th on; their number."""
     i_first = listed_before(i_n, i_c, p, CALL)
     return i_first, listed_before(i_n, i_c + n_chunks, p, CALL) - i_first
 
 
 @triton.jit
 def rows_kept(chunk, i_chunk, i_h, p, SIZE: tl.constexpr, CALL: tl.constexpr):
-    """Where what is kept of a chunk's rows begins, SIZE numbers of each."""
+    """Where a chunk begins in an array of SIZE numbers of each row, by chunks or, if these are listed, by rows."""
     if CALL.listed:
         return ((chunk.i_n.to(tl.int64) * CALL.heads + i_h) * p.T + chunk.i_row) * SIZE
     else:
@@ -174,7 +191,7 @@ def load_flag(p_flag, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
 
 @triton.jit
 def load_kept(p_tile, m_tile, CALL: tl.constexpr):
-    """What is kept of rows; a listed chunk may have less of them than a chunk's size."""
+    """Loads from an array of `rows_kept`, masked for listed chunks, which may have fewer rows than a chunk's size."""
     if CALL.listed:
         return tl.load(p_tile, mask=m_tile, other=0.0)
     else:
@@ -183,8 +200,7 @@ def load_kept(p_tile, m_tile, CALL: tl.constexpr):
 
 @triton.jit
 def visit_of_block(block, i_c, i_h, p, CALL: tl.constexpr):
-    """A chunk of a block, its number among those of all heads, where its first row lies, its rows, and `token_offsets`
-    of these."""
+    """A chunk of a block, its number among the chunks of all heads, its first token, its rows and their offsets."""
     i_chunk = block.i_block.to(tl.int64) * CALL.heads + i_h
     chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
     i_token = token_of(block.i_first, block.n_rows, chunk.i_row, CALL.flip)
@@ -194,11 +210,23 @@ def visit_of_block(block, i_c, i_h, p, CALL: tl.constexpr):
 
 @triton.jit
 def keep_branch(p, i_n):
-    """Keeps a branch that is seldom taken a branch: of constants the compiler would make a choice in every chunk.
+    """Makes the compiler keep a branch that sets constants, where it would select them in every chunk.
 
-    It stores nothing, as no row has a negative number, but the compiler does not know.
+    It stores nothing, as no row has a negative number, but the compiler does not know that.
     """
     tl.store(p.chunks, 0, mask=i_n < 0)
+
+
+@triton.jit
+def is_real(chunk):
+    """Whether a listed chunk is no padding."""
+    return (chunk.entry & REAL) != 0
+
+
+@triton.jit
+def is_cut(chunk, REVERSE: tl.constexpr):
+    """Whether no state passes to a listed chunk from the one that a walk visits before it."""
+    return ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
 
 
 @triton.jit
@@ -215,7 +243,7 @@ def leaves_state(chunk):
 
 @triton.jit
 def after_first_gate(chunk, i_row, CALL: tl.constexpr):
-    """Which rows are not the first of a sequence, where the first gate is in the state that it begins with."""
+    """Which rows are not the first of a sequence, whose gate has already been applied to the initial state."""
     if CALL.listed:
         return (i_row > chunk.i_row) | ((chunk.entry & FIRST) == 0)
     else:
@@ -235,8 +263,8 @@ def locate_block(i_block, p, CALL: tl.constexpr):
 
 @triton.jit
 def locate_segment(i_block, p, CALL: tl.constexpr):
-    """What `locate` gives of the i-th time segment, how many chunks lie in the sequences before its own, how many its
-    sequence has, which of these is its first, and how many are its own."""
+    """`locate` of the i-th time segment, the number of chunks in the sequences before its own and in its own, and the
+    segment's first chunk and number of chunks."""
     C: tl.constexpr = CALL.chunk
     i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
     i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)

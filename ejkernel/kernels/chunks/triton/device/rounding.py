@@ -1,4 +1,4 @@
-"""Device code: what operands are rounded to before a dot cuts them off."""
+"""Device code: operands rounded to TF32, which a dot would truncate."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def nearest(b, PRECISION: tl.constexpr):
-    """Rounded to what a dot of one TF32 pass takes of a number; the dot itself would cut the rest off."""
+    """Rounded to nearest in TF32, if dots are one pass of it: the hardware would truncate."""
     if PRECISION == "tf32":
         # half of the last digit that stays is added; a NaN stays one
         b_power = (b.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)

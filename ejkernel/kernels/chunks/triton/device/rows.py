@@ -1,9 +1,8 @@
 """Device code: a chunk with its rows in registers, and decays multiplied up level by level.
 
-A chunk's tokens lie in blocks of R = 2**LR, and a chunk is one tile of blocks, rows and dims. A thread has its dims of
-all rows: so it has whole blocks, and nothing is exchanged until these are done.
-
-One tile, not one a row: for every load and store one of Triton's passes goes through all that the kernel computes.
+A chunk is one tile [blocks, R = 2**LR rows, dims]. A thread has some dims of all rows of a block, so that threads
+exchange nothing until blocks are done. It is not a tile for each row, since Triton's own compile time grows with loads
+and stores.
 """
 
 import triton
@@ -44,7 +43,7 @@ def split_rows(b, LR: tl.constexpr):
 
 @triton.jit
 def held_as_loaded(b):
-    """The same tile, its rows where threads loaded them: else what meets a dot's result moves to the dot's places."""
+    """The same tile in the layout of the loads: else all that a dot's result is added to would move to its layout."""
     NB: tl.constexpr = b.shape[0]
     R: tl.constexpr = b.shape[1]
     BK: tl.constexpr = b.shape[2]
@@ -58,7 +57,7 @@ def held_as_loaded(b):
 
 @triton.jit
 def sibling(b, W: tl.constexpr):
-    """To each W rows what the W rows beside them have, of each pair of these."""
+    """A tile whose first and second W rows, third and fourth W rows and so on have changed places."""
     return sibling_bits(b.to(tl.int32, bitcast=True), W).to(tl.float32, bitcast=True)
 
 
@@ -72,7 +71,7 @@ def sibling_bits(b, W: tl.constexpr):
 
 @triton.jit
 def is_late(o_r, o_b, LEVEL: tl.constexpr, LR: tl.constexpr):
-    """Whether tokens come second where pairs of 2**LEVEL of them meet."""
+    """Whether tokens are in the second half of their block of 2**(LEVEL + 1) tokens."""
     if LEVEL < LR:
         m_late = ((o_r >> LEVEL) & 1)[None, :, None] != 0
     else:
@@ -82,10 +81,10 @@ def is_late(o_r, o_b, LEVEL: tl.constexpr, LR: tl.constexpr):
 
 @triton.jit
 def climb(b_q, b_k, b_total, o_r, o_b, LEVEL: tl.constexpr, LR: tl.constexpr):
-    """One dyadic level: late rows of q and early rows of k, and what the next one starts from.
+    """One dyadic level: late rows of q and early rows of k as one tile, then q, k and `b_total` of the next level.
 
     Queries come decayed since the start of their block of 2**LEVEL tokens, keys until its end, and `b_total` is the
-    decay through each such block: a level takes one more factor, that of the block beside.
+    decay through each such block. The next level has one more factor, the decay of the neighbouring block.
     """
     m_late = is_late(o_r, o_b, LEVEL, LR)
     b_beside = sibling(b_total, 1 << (LEVEL if LEVEL < LR else LEVEL - LR))

@@ -11,9 +11,9 @@ from ejkernel.kernels.chunks.triton.device.tokens import fade_state, load_id, lo
 
 @triton.jit
 def step(p, CALL: tl.constexpr):
-    """Token by token, for calls of a few tokens a sequence: the state is read once and written once.
+    """A whole call token by token: the state is read once and written once.
 
-    With `beta` a token corrects what its key recalls (the delta rule); without, its value is added.
+    With `beta` a token corrects what its key reads (the delta rule); without, its value is added.
     """
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim

@@ -8,7 +8,7 @@ from ejkernel.kernels.chunks.triton.device.gates import LOG2E, faded
 
 @triton.jit
 def locate_sequence(i_n, p, CALL: tl.constexpr):
-    """Where a sequence begins, its tokens, and whether it is one: the padding behind the last packed one is none."""
+    """Where a sequence begins, its tokens, and whether it is real and not the padding behind the last packed one."""
     if CALL.packed:
         i_first = tl.load(p.packing + i_n)
         return i_first.to(tl.int64), tl.load(p.packing + i_n + 1) - i_first, i_n < p.N
@@ -18,9 +18,9 @@ def locate_sequence(i_n, p, CALL: tl.constexpr):
 
 @triton.jit
 def load_id(p, i_token, i_before, is_begun):
-    """Of a row with several sequences: a token's id, whether it is no padding, and whether nothing passes to it.
+    """Of a token in a row with several sequences: its id, whether it is no padding, and whether no state passes to it.
 
-    `i_before` is the id of the token before it, and `is_begun` whether any before it is no padding.
+    `i_before` is the id of the token before it; `is_begun` says whether any token before it is no padding.
     """
     i_id = tl.maximum(tl.load(p.ids + i_token), -1)
     return i_id, i_id >= 0, (i_id >= 0) & is_begun & (i_id != i_before)
@@ -28,13 +28,13 @@ def load_id(p, i_token, i_before, is_begun):
 
 @triton.jit
 def load_token(p, i_token, i_h, o_c, m_c, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
-    """A token's row of the one of HEADS that head `i_h` of H has."""
+    """A token's row of an array [B, T, HEADS, D], for head `i_h` of H."""
     return tl.load(p + (i_token * HEADS + i_h // (H // HEADS)) * D + o_c, mask=m_c, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def fade_state(b_state, p, i_here, o_k, m_k, is_real, CALL: tl.constexpr):
-    """What a token's gate, of a head or of each key dim, leaves of a state, [key dims, value dims]."""
+    """A state [key dims, value dims] decayed by a token's gate, of the head or of each key dim."""
     if CALL.decay == "head":
         b_gate = tl.load(p.gate + i_here, mask=is_real, other=0.0).to(tl.float32)
         return faded(b_state, b_gate * LOG2E)

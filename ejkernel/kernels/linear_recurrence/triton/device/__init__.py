@@ -1,1 +1,1 @@
-"""Device code of the gated linear recurrence. Modules here import Triton, and nobody imports them at its top."""
+"""Device code of the gated linear recurrence. Modules here import Triton; host code imports them when it launches."""

@@ -9,29 +9,31 @@ from ejkernel.kernels.chunks.triton.device.places import (
     CUT,
     FIRST,
     GROUPS,
-    REAL,
+    chunk_at,
+    is_real,
     listed_from,
     locate,
     rows_kept,
+    takes_state,
     token_of,
-    visit,
 )
 
 
 @triton.jit
-def fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL: tl.constexpr):
-    """What `fold_head_gates` gives, of one chunk; a listed one's flag is left to the caller."""
+def fold_chunk(p, span, chunk, i_block, o_r, o_h, CALL: tl.constexpr):
+    """The results of `fold_head_gates` for one chunk; returns its flags, which it stores unless chunks are listed."""
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     m_gate = (chunk.i_row + o_r < chunk.n_read)[:, None] & (o_h < H)[None, :]
     if CALL.listed:
-        # a first gate meets no state
+        # the first gate after a cut has no state to decay
         m_gate = m_gate & ((o_r > 0) | ((chunk.entry & CUT) == 0))[:, None]
     if CALL.decay == "constant":
         p_tile = p.gate + chunk.i_n.to(tl.int64) * H + (o_r * 0)[:, None] + o_h[None, :]
     else:
-        p_tile = p.gate + token_of(i_first, n_rows, chunk.i_row + o_r, CALL.flip)[:, None] * H + o_h[None, :]
+        p_tile = p.gate + token_of(span.i_first, span.n_rows, chunk.i_row + o_r, CALL.flip)[:, None] * H + o_h[None, :]
     b_gate = in_bits(tl.load(p_tile, mask=m_gate, other=0.0).to(tl.float32))
+    # whole and fractional parts are summed apart: no strong gate costs a later one its digits
     b_whole = tl.floor(b_gate + 0.5)
     b_part = tl.cumsum(b_gate - b_whole, 0)
     b_whole = tl.cumsum(b_whole, 0)
@@ -60,9 +62,9 @@ def fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL: tl.constexpr)
     m_late = m_chunk
     if CALL.listed:
         m_weight = m_weight & (chunk.i_row + o_r < chunk.n_end)[:, None]
-        # of those chunks that take a state, and that leave one
-        m_early = m_early & ((chunk.entry & (REAL | CUT)) == REAL)
-        m_late = m_late & ((chunk.entry & REAL) != 0) & ((chunk.next_entry & CUT) == 0)
+        # several listed chunks share a place: one of them at most takes a state, and one leaves one
+        m_early = m_early & takes_state(chunk)
+        m_late = m_late & is_real(chunk) & ((chunk.next_entry & CUT) == 0)
     tl.store(p_tile, b_weight, mask=m_weight[:, :, None, None])
     tl.store(p.factors + i_chunk * 2, tl.exp2(b_early), mask=m_early)
     tl.store(p.factors + i_chunk * 2 + 1, tl.exp2(b_late), mask=m_late)
@@ -73,40 +75,39 @@ def fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL: tl.constexpr)
 
 @triton.jit
 def fold_head_gates(p, CALL: tl.constexpr):
-    """What the walks need of one gate a head: weights of a chunk's rows, a state's decays through it, and its flag.
+    """One gate a head for the walks: weights of a chunk's rows, a state's decays through the chunk, and its flag.
 
-    Weights are against a reference in the middle of the chunk. Where the gates of half a chunk are too strong for
-    that the chunk is flagged, and the walks compute the decay between rows themselves, from the sums of the gates.
+    Weights are decays from and to a reference in the middle of the chunk. A chunk is flagged if the gates of one of its
+    halves are too strong for that; the walks then compute decays between rows from the sums of gates, stored too.
     """
     H: tl.constexpr = CALL.heads
     BH: tl.constexpr = CALL.head_block
-    C: tl.constexpr = CALL.chunk
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
     i_block = i_program // NH
-    i_n, i_c, i_first, n_rows, n_read = locate(i_block, p, CHUNKS, C, CALL)
-    o_r = tl.arange(0, C)
+    span = locate(i_block, p, CHUNKS, CALL.chunk, CALL)
+    o_r = tl.arange(0, CALL.chunk)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
     if CALL.listed:
-        i_from, n_listed = listed_from(i_n, i_c, 1, p, CALL)
+        i_from, n_listed = listed_from(span.i_n, span.i_j, 1, p, CALL)
         m_chunk = (o_h < H)[None, :]
-        p_flags = p.flag + (i_n.to(tl.int64) * H + o_h[None, :]) * p.T
+        p_flags = p.flag + (span.i_n.to(tl.int64) * H + o_h[None, :]) * p.T
         b_any = tl.zeros([1, BH], tl.int32)
         for i in range(i_from, i_from + n_listed):
-            chunk = visit(i, i_n, n_rows, n_read, p, CALL)
-            b_here = fold_chunk(p, chunk, i_block, i_first, n_rows, o_r, o_h, CALL).to(tl.int32)
-            tl.store(p_flags + chunk.i_row, b_here, mask=m_chunk)
-            b_any = b_any | b_here
+            chunk = chunk_at(i, span, p, CALL)
+            b_flag = fold_chunk(p, span, chunk, i_block, o_r, o_h, CALL).to(tl.int32)
+            tl.store(p_flags + chunk.i_row, b_flag, mask=m_chunk)
+            b_any = b_any | b_flag
         tl.store(p.any_flag + (i_block.to(tl.int64) * H + o_h)[None, :], b_any, mask=m_chunk)
     else:
-        fold_chunk(p, visit(i_c, i_n, n_rows, n_read, p, CALL), i_block, i_first, n_rows, o_r, o_h, CALL)
+        fold_chunk(p, span, chunk_at(span.i_j, span, p, CALL), i_block, o_r, o_h, CALL)
 
 
 @triton.jit
-def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes, leaves, o_h, CALL: tl.constexpr):
-    """What `sum_head_gates` gives, of the rows from `i_low` on: those of a group, or of one sequence in it.
+def sum_rows(p, i_block, span, n_read, i_low, n_high, takes, leaves, o_h, CALL: tl.constexpr):
+    """The results of `sum_head_gates` for rows `i_low` to `n_high`, the rows of a group or of one sequence in it.
 
-    The latter may take a state from before the group, and leave one behind it.
+    `takes` and `leaves` say whether that sequence takes a state from before the group, and leaves one behind it.
     """
     H: tl.constexpr = CALL.heads
     BH: tl.constexpr = CALL.head_block
@@ -118,7 +119,7 @@ def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes
     i_row = i_low + o_r
     m_h = o_h < H
     m_tile = (i_row < n_high)[:, None] & m_h[None, :]
-    i_token = token_of(i_first, n_rows, i_row, CALL.flip)
+    i_token = token_of(span.i_first, span.n_rows, i_row, CALL.flip)
     o_tile = i_token[:, None] * H + o_h[None, :]
     if i_low < n_high:
         b_query = tl.zeros([BLOCK, BH], tl.float32)
@@ -128,11 +129,11 @@ def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes
             b_query += tl.load(p.query_dots + o_part, mask=m_tile, other=0.0)
             b_key += tl.load(p.key_dots + o_part, mask=m_tile, other=0.0)
         if CALL.fine:
-            # one number for all tokens, in which the sums of each mostly cancel
+            # one gate for all tokens: in its gradient their sums mostly cancel
             b_query = b_query.to(tl.float64)
             b_key = b_key.to(tl.float64)
         b_sum = b_query - b_key
-        p_end = p.border + (i_block.to(tl.int64) * H + o_h) * NZ
+        p_end = p.product + (i_block.to(tl.int64) * H + o_h) * NZ
         b_end = tl.zeros([BH], tl.float32)
         b_start = tl.zeros([BH], tl.float32)
         m_end = m_h
@@ -142,11 +143,12 @@ def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes
             m_start = m_start & takes
         for i_z in tl.static_range(NZ):
             b_end += tl.load(p_end + i_z, mask=m_end, other=0.0) * CALL.scale
-            b_start += tl.load(p_end - H * NZ + i_z, mask=m_start & (i_j > 0), other=0.0) * CALL.scale
+            b_start += tl.load(p_end - H * NZ + i_z, mask=m_start & (span.i_j > 0), other=0.0) * CALL.scale
         if CALL.start:
-            b_start += tl.load(p.first + i_n.to(tl.int64) * H + o_h, mask=m_start & (i_j == 0) & (i_n < p.N), other=0.0)
-        b_rest = tl.sum(b_sum, 0) + b_end - b_start
-        # of the largest, lest squares overflow
+            m_first = m_start & (span.i_j == 0) & (span.i_n < p.N)
+            b_start += tl.load(p.first + span.i_n.to(tl.int64) * H + o_h, mask=m_first, other=0.0)
+        b_error = tl.sum(b_sum, 0) + b_end - b_start
+        # in units of the largest term, lest squares overflow
         b_most = tl.max(tl.maximum(tl.abs(b_query), tl.abs(b_key)), 0)
         if DECAY == "constant":
             b_most = tl.maximum(b_most, tl.maximum(tl.abs(b_end), tl.abs(b_start)))
@@ -156,8 +158,10 @@ def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes
         b_at_end = tl.zeros([BH], tl.float32)
         b_at_start = tl.zeros([BH], tl.float32)
         if DECAY == "constant":
-            # what stays within a chunk cancels but for float32's errors; states are rounded at its ends
-            b_gate = tl.load(p.gate + i_n.to(tl.int64) * H + o_h, mask=m_h & (i_n < p.N), other=0.0).to(tl.float32)
+            # only the part that leaves a chunk counts, as the part within cancels; states are rounded at its ends
+            b_gate = tl.load(p.gate + span.i_n.to(tl.int64) * H + o_h, mask=m_h & (span.i_n < p.N), other=0.0).to(
+                tl.float32
+            )
             b_gate = tl.minimum(in_bits(b_gate), 0.0)[None, :]
             o_in = (o_r % C)[:, None]
             b_of_query *= tl.exp2(b_gate * (o_in + 1))
@@ -168,24 +172,24 @@ def sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_high, takes
         b_at_end = b_at_end * b_at_end
         b_all = tl.maximum(tl.sum(b_weight, 0) + b_at_end + b_at_start * b_at_start, 1e-30)
         b_share = tl.cumsum(b_weight / b_all[None, :], 0, reverse=True) + (b_at_end / b_all)[None, :]
-        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_rest[None, :]
+        b_sum = tl.cumsum(b_sum, 0, reverse=True) + b_end[None, :] - b_share * b_error[None, :]
         if DECAY == "head":
             m_gate = (i_row < n_read)[:, None] & m_h[None, :]
             b_gate = tl.load(p.gate + o_tile, mask=m_gate, other=0.0).to(tl.float32)
             b_sum = tl.where(b_gate * LOG2E < LEAST, 0.0, b_sum)
         if CALL.listed:
-            # a first gate that meets no state, and padding
+            # neither a first gate without a state nor padding has a gradient
             b_sum = tl.where(((takes | (o_r > 0)) & (i_row < n_read))[:, None], b_sum, 0.0)
         tl.store(p.d_gate + o_tile, b_sum.to(p.d_gate.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
 def sum_head_gates(p, CALL: tl.constexpr):
-    """Gradient of one gate a head: sums of q·dq - k·dk to the end of a group, and ⟨S, dS⟩ there.
+    """Gradient of one gate a head: sums to the end of a group of q·dq - k·dk, plus ⟨S, dS⟩ there.
 
-    What the sum should have come to at the group's start is known too, from the states there: the difference, which is
-    the rounding errors on the way, is spread over the group as their variances are, by the squares of the terms. One
-    gate for all tokens adds up what is left of them, and so counts what of a term leaves its chunk, and the ends.
+    The states at the group's start say what the whole sum should be. The difference is rounding errors. It is spread
+    over the group by the squares of the terms, as the variances of their errors lie. For one gate of all tokens only
+    the part of a term counts that leaves its chunk, and the two ends.
     """
     H: tl.constexpr = CALL.heads
     BH: tl.constexpr = CALL.head_block
@@ -193,25 +197,26 @@ def sum_head_gates(p, CALL: tl.constexpr):
     NH: tl.constexpr = (H + BH - 1) // BH
     i_program = tl.program_id(0)
     i_block = i_program // NH
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, GROUPS, BLOCK, CALL)
+    span = locate(i_block, p, GROUPS, BLOCK, CALL)
     o_h = (i_program % NH) * BH + tl.arange(0, BH)
-    i_low = i_j * BLOCK
+    i_low = span.i_j * BLOCK
     if CALL.listed:
-        n_sizes = tl.minimum(tl.cdiv(n_rows, CALL.chunk) - i_j * CALL.group, CALL.group)
-        i_from, n_listed = listed_from(i_n, i_j * CALL.group, n_sizes, p, CALL)
+        n_sizes = tl.minimum(tl.cdiv(span.n_rows, CALL.chunk) - span.i_j * CALL.group, CALL.group)
+        i_from, n_listed = listed_from(span.i_n, span.i_j * CALL.group, n_sizes, p, CALL)
         n_high = 0
-        # whether there is a part of a sequence that ends there, and something passes from there to the group's end
-        is_open = True
+        # last chunk first: `is_connected` while a state passes from a chunk to the group's end, `leaves` if one passes
+        # from the end of the chunk's sequence
+        is_connected = True
         leaves = True
         for i in range(0, n_listed):
-            chunk = visit(i_from + n_listed - 1 - i, i_n, n_rows, n_read, p, CALL)
-            is_open = is_open & ((chunk.next_entry & CUT) == 0)
+            chunk = chunk_at(i_from + n_listed - 1 - i, span, p, CALL)
+            is_connected = is_connected & ((chunk.next_entry & CUT) == 0)
             is_end = (i == 0) | ((chunk.next_entry & FIRST) != 0)
             n_high = tl.where(is_end, chunk.n_end, n_high)
-            leaves = tl.where(is_end, is_open, leaves)
+            leaves = tl.where(is_end, is_connected, leaves)
             if (i == n_listed - 1) | ((chunk.entry & FIRST) != 0):
                 takes = (chunk.entry & CUT) == 0
-                n_known = tl.where((chunk.entry & REAL) != 0, n_high, 0)
-                sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_known, chunk.i_row, n_high, takes, leaves, o_h, CALL)
+                n_read = tl.where(is_real(chunk), n_high, 0)
+                sum_rows(p, i_block, span, n_read, chunk.i_row, n_high, takes, leaves, o_h, CALL)
     else:
-        sum_rows(p, i_block, i_n, i_j, i_first, n_rows, n_read, i_low, n_rows, True, True, o_h, CALL)
+        sum_rows(p, i_block, span, span.n_read, i_low, span.n_rows, True, True, o_h, CALL)

@@ -1,9 +1,9 @@
-"""Device code: which part of a walk a program does, whether strong gates leave it to another kernel, and weights."""
+"""Device code that both walks share: a program's part of the work, its first state, its chunks, weights and decays."""
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.chunks.triton.device.places import CUT, load_kept, visit
+from ejkernel.kernels.chunks.triton.device.places import CUT, chunk_at, load_kept
 
 
 @triton.jit
@@ -14,53 +14,55 @@ def part_of_walk(NX: tl.constexpr, NZ: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def any_flagged(p_flag, i_chunk, n_chunks, i_h, H: tl.constexpr):
-    """Whether any of a head's `n_chunks` chunks from `i_chunk` on is flagged."""
+def any_chunk(p_flag, i_chunk, n_chunks, i_h, FLAGGED: tl.constexpr, H: tl.constexpr):
+    """Not 0 if any of a head's `n_chunks` chunks from `i_chunk` on is flagged, or without FLAGGED if any is not."""
     o_flag = tl.arange(0, 64)
-    b_flag = tl.zeros([64], tl.int32)
+    b_any = tl.zeros([64], tl.int32)
     for i_step in range(0, n_chunks, 64):
         p_flags = p_flag + (i_chunk + i_step + o_flag) * H + i_h
-        b_flag = b_flag | tl.load(p_flags, mask=i_step + o_flag < n_chunks, other=0)
-    return tl.max(b_flag, 0) != 0
+        b_flag = tl.load(p_flags, mask=i_step + o_flag < n_chunks, other=0 if FLAGGED else 1)
+        b_any = b_any | (b_flag if FLAGGED else (b_flag == 0).to(tl.int32))
+    return tl.max(b_any, 0)
 
 
 @triton.jit
-def all_flagged(p_flag, i_chunk, n_chunks, i_h, H: tl.constexpr):
-    """Whether all of a head's `n_chunks` chunks from `i_chunk` on are flagged, and there is one."""
-    o_flag = tl.arange(0, 64)
-    b_mild = tl.zeros([64], tl.int32)
-    for i_step in range(0, n_chunks, 64):
-        p_flags = p_flag + (i_chunk + i_step + o_flag) * H + i_h
-        b_mild = b_mild | (tl.load(p_flags, mask=i_step + o_flag < n_chunks, other=1) == 0).to(tl.int32)
-    return (tl.max(b_mild, 0) == 0) & (n_chunks > 0)
+def load_start(p, i_n, i_block, i_h, o_state, m_state, CALL: tl.constexpr):
+    """The state that a walk starts from: that of its time segment, or of its sequence where time is not cut."""
+    i_start = i_n.to(tl.int64)
+    if CALL.walk.segmented:
+        i_start = i_block.to(tl.int64)
+    if CALL.packed:
+        m_state = m_state & (i_n < p.N)
+    p_state = p.start + (i_start * CALL.heads + i_h) * (CALL.walk.x_dim * CALL.walk.z_dim) + o_state
+    return tl.load(p_state, mask=m_state, other=0.0).to(tl.float32) * CALL.start_scale
 
 
 @triton.jit
-def mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
+def mark_sequences(p, p_marks, span, i_from, n_steps, i_h, CALL: tl.constexpr):
     """Marks the listed chunks, `n_steps` from the `i_from`-th on, of sequences in which some chunk is flagged.
 
-    A program walks over several sequences. That for strong gates gives results for those that have some of their own,
-    and for no others: else one would change the bits of another.
+    A program walks over several sequences. The kernel of strong gates stores results of marked sequences alone, lest
+    the gates of one sequence change the bits of another.
     """
-    p_flags = p.flag + (i_n.to(tl.int64) * CALL.heads + i_h) * p.T
-    is_mine = 0
+    p_flags = p.flag + (span.i_n.to(tl.int64) * CALL.heads + i_h) * p.T
+    mark = 0
     for i_step in range(0, n_steps):
-        chunk = visit(i_from + i_step, i_n, 0, 0, p, CALL)
-        is_mine = tl.where((chunk.entry & CUT) != 0, 0, is_mine) | tl.load(p_flags + chunk.i_row)
-        tl.store(p_mine + chunk.i_row, is_mine)
-    # what other threads have written
+        chunk = chunk_at(i_from + i_step, span, p, CALL)
+        mark = tl.where((chunk.entry & CUT) != 0, 0, mark) | tl.load(p_flags + chunk.i_row)
+        tl.store(p_marks + chunk.i_row, mark)
+    # threads read what other threads have written
     tl.debug_barrier()
     for i_step in range(0, n_steps):
-        chunk = visit(i_from + n_steps - 1 - i_step, i_n, 0, 0, p, CALL)
-        is_mine = tl.where((chunk.next_entry & CUT) != 0, 0, is_mine) | tl.load(p_mine + chunk.i_row)
-        tl.store(p_mine + chunk.i_row, is_mine)
+        chunk = chunk_at(i_from + n_steps - 1 - i_step, span, p, CALL)
+        mark = tl.where((chunk.next_entry & CUT) != 0, 0, mark) | tl.load(p_marks + chunk.i_row)
+        tl.store(p_marks + chunk.i_row, mark)
     tl.debug_barrier()
 
 
 @triton.jit
 def load_weights(p_rows, o_r, m_r, CALL: tl.constexpr):
-    """A chunk's rows: weights towards its end and towards its start, and sums of gates, whole and fractional."""
-    # a tile of all four is large enough for the compiler to fetch it ahead of its chunk, as one of them is not
+    """Of a chunk's rows: weights towards its end and towards its start, and sums of gates, whole and fractional."""
+    # one tile of all four is large enough for the compiler to fetch it a chunk ahead, as a tile of each is not
     o_pair = tl.arange(0, 2)
     p_tile = p_rows + o_r[:, None, None] * 4 + o_pair[None, :, None] * 2 + o_pair[None, None, :]
     b_weight, b_sum = tl.split(load_kept(p_tile, m_r[:, None, None], CALL))
@@ -71,9 +73,10 @@ def load_weights(p_rows, o_r, m_r, CALL: tl.constexpr):
 
 @triton.jit
 def load_factors(
-    p_factors, i_chunk, o_d, takes, is_real, D: tl.constexpr, REVERSE: tl.constexpr, CALL: tl.constexpr,
+    p_factors, i_chunk, o_d, takes, is_real, D: tl.constexpr, COLUMNS: tl.constexpr, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Decays of a state's dims until a chunk's rows meet it, and from there on; of a listed chunk, if it has any."""
+    """Decays of a state's rows, or COLUMNS, to a chunk's reference and on to its end; 1 if a listed chunk has none."""
+    REVERSE: tl.constexpr = CALL.reverse
     if CALL.listed:
         FIRST: tl.constexpr = 2 if REVERSE else 0
         p_row = p_factors + i_chunk * (5 * D)
@@ -83,4 +86,7 @@ def load_factors(
         p_pair = p_factors + i_chunk * (4 * D) + (2 * D if REVERSE else 0)
         b_before = tl.load(p_pair + o_d, mask=o_d < D, other=0.0)
         b_after = tl.load(p_pair + D + o_d, mask=o_d < D, other=0.0)
-    return b_before, b_after
+    if COLUMNS:
+        return b_before[None, :], b_after[None, :]
+    else:
+        return b_before[:, None], b_after[:, None]

@@ -12,10 +12,12 @@ from ejkernel.kernels.chunks.triton.device.places import (
     CUT,
     FACTS,
     GROUPS,
-    REAL,
     SEGMENTS,
     blocks_before,
+    chunk_at,
     first_entries,
+    is_cut,
+    is_real,
     keep_branch,
     listed_chunk,
     listed_from,
@@ -27,18 +29,17 @@ from ejkernel.kernels.chunks.triton.device.places import (
     store_tile,
     token_of,
     token_offsets,
-    visit,
 )
-from ejkernel.kernels.linear_recurrence.triton.device.programs import any_flagged, part_of_walk
+from ejkernel.kernels.linear_recurrence.triton.device.programs import any_chunk, load_start, part_of_walk
 
 
 @triton.jit
 def walk_with_row_dots(p, CALL: tl.constexpr):
-    """`walk` in the roles `dquery` and `dkey`, with row dots and borders, where no chunk is flagged.
+    """`walk` in the roles `dquery` and `dkey`, with row dots and borders, of time segments without a flagged chunk.
 
     Here the output's rows are tokens, as they are in memory and in `w`: the state goes through shared memory instead of
-    the output, which is read twice, and a row's dot is summed within four threads. A program has one warpgroup, and two
-    of them fit on a multiprocessor of Hopper's, to the byte where x has 128 dims, with tiles fetched two chunks ahead.
+    the output, which would be read twice, and a row's dot is summed within four threads. A program has one warpgroup.
+    Two programs fit on a Hopper multiprocessor, to the byte where x has 128 dims, with tiles fetched two chunks ahead.
     """
     H: tl.constexpr = CALL.heads
     DX: tl.constexpr = CALL.walk.x_dim
@@ -54,14 +55,15 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
     PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
     i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
+    span = locate(i_block, p, SEGMENTS, p.L, CALL)
+    i_n, i_j, i_first, n_rows, _ = span
     i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
     i_from = i_j * (p.L // C)
     i_group0 = blocks_before(i_n, p, GROUPS, C * G, CALL) + i_from // G
     n_steps = tl.minimum(tl.cdiv(n_rows, C) - i_from, tl.cdiv(p.L, C))
 
     if not CALL.listed:
-        if any_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H):
+        if any_chunk(p.flag, i_chunk0 + i_from, n_steps, i_h, True, H) != 0:
             return
 
     o_r = tl.arange(0, C)
@@ -82,15 +84,8 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
 
     b_state = tl.zeros([BZ, BX], tl.float32)
     if CALL.start:
-        i_start = i_n.to(tl.int64)
-        if CALL.walk.segmented:
-            i_start = i_block.to(tl.int64)
-        m_start = m_state
-        if CALL.packed:
-            m_start = m_start & (i_n < p.N)
-        p_tile = p.start + (i_start * H + i_h) * (DX * DZ) + o_state
-        b_state = tl.load(p_tile, mask=m_start, other=0.0).to(tl.float32) * CALL.start_scale
-    # what is left of a chunk's own decay is due when the state is next multiplied anyway
+        b_state = load_start(p, i_n, i_block, i_h, o_state, m_state, CALL)
+    # the decay from the last chunk's reference to its end, applied with the next chunk's decay
     b_due = 1.0
     n_groups = tl.cdiv(n_steps, G)
     if CALL.listed:
@@ -98,8 +93,8 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
         entry, next_entry = first_entries(i_lowest, n_turns, i_n, p, REVERSE)
         i_next = tl.minimum((entry >> FACTS) // C, tl.cdiv(n_rows, C) - 1)
         b_before = tl.load(p.factors + ((i_chunk0 + i_next) * H + i_h) * 2 + (1 if REVERSE else 0))
-    # a loop of its own for each group: a branch that stores or loads a state would take registers from every chunk, and
-    # so would addresses that are the same in every turn, where there are none to spare
+    # a loop for each group: a branch in every chunk that stores or loads a state would take registers; so would
+    # addresses that do not depend on the turn, without `disable_licm`
     for i_turn in tl.range(0, n_groups, disable_licm=BX > 64):
         i_group = i_turn
         if REVERSE:
@@ -128,54 +123,53 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
                 chunk = listed_chunk(i_n, entry, next_entry, CALL)
                 entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
             else:
-                chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+                chunk = chunk_at(i_c, span, p, CALL)
             i_row = chunk.i_row
             i_token = token_of(i_first, n_rows, i_row, CALL.flip)
             i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
             m_read = i_row + o_r < chunk.n_read
-            m_kept = m_read
+            m_chunk = m_read
             if CALL.listed:
-                m_kept = i_row + o_r < chunk.n_end
+                m_chunk = i_row + o_r < chunk.n_end
             b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, False, WHOLE)
             b_z = load_rows(p.z, i_token, i_zh, o_t, m_read, o_z, CALL.walk.z_heads, DZ, PAD_Z, False, WHOLE)
             b_x = load_rows(p.x, i_token, i_xh, o_t, m_read, o_x, CALL.walk.x_heads, DX, PAD_X, False, WHOLE)
             b_w = load_rows(p.w, i_token, i_wh, o_t, m_read, o_z, CALL.walk.w_heads, DZ, PAD_Z, False, WHOLE)
-            # adds nothing, but an operand that comes from registers has a buffer less in shared memory
+            # a sum with 0, since an operand that comes from registers saves a buffer in shared memory
             b_x = b_x + 0.0
             p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL) + o_r[:, None] * 4 + o_pair[None, :] * 2
-            b_near, b_far = tl.split(load_kept(p_weights, m_kept[:, None], CALL))
+            b_near, b_far = tl.split(load_kept(p_weights, m_chunk[:, None], CALL))
             if REVERSE:
                 b_near, b_far = b_far, b_near
             b_near = b_near * CALL.scale
             b_added = (tl.trans(b_z) * b_far[None, :]).to(b_z.dtype)
             if CALL.listed:
-                is_real = (chunk.entry & REAL) != 0
-                # nothing comes from what is walked over before this chunk
-                is_cut = ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
-                if is_cut:
+                has_tokens = is_real(chunk)
+                starts_anew = is_cut(chunk, REVERSE)
+                if starts_anew:
                     keep_branch(p, i_n)
                     b_state = tl.zeros([BZ, BX], tl.float32)
-                b_due = tl.where(is_cut, 1.0, b_due)
-                b_state = b_state * (b_due * tl.where(is_real & (is_cut == 0), b_before, 1.0))
-                # as below: one that is loaded for this chunk would take a place in shared memory
+                b_due = tl.where(starts_anew, 1.0, b_due)
+                b_state = b_state * (b_due * tl.where(has_tokens & (starts_anew == 0), b_before, 1.0))
+                # the next chunk's, as below: loaded for this chunk it would be buffered in shared memory
                 i_next = tl.minimum((entry >> FACTS) // C, tl.cdiv(n_rows, C) - 1)
                 b_before = tl.load(p.factors + ((i_chunk0 + i_next) * H + i_h) * 2 + (1 if REVERSE else 0))
             else:
                 b_state = b_state * (b_due * b_before)
-                # the next chunk's is fetched while this one is worked on
+                # the next chunk's, which arrives while this one is computed
                 i_next = tl.where(i_step + 1 < n_turns, i_chunk + (-H if REVERSE else H), i_chunk)
                 b_before = tl.load(p.factors + i_next * 2 + (1 if REVERSE else 0))
             b_due = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
 
-            b_seen = tl.trans(b_state.to(b_y.dtype))
+            b_read = tl.trans(b_state.to(b_y.dtype))
             b_score = tl.dot(b_x, tl.trans(b_y))
-            b_out = tl.dot(b_x, b_seen) * b_near[:, None]
-            # weighed in full before they are rounded, and so alike in the two walks whose row dots are subtracted
+            b_out = tl.dot(b_x, b_read) * b_near[:, None]
+            # all weights before rounding, so that the row dots that are subtracted have the same errors
             b_score = tl.where(o_gap >= 0, b_score * b_far[None, :] * b_near[:, None], 0.0)
             b_out = tl.dot(b_score.to(b_z.dtype), b_z, acc=b_out)
             b_state = tl.dot(b_added, b_y, acc=b_state)
             if CALL.listed:
-                b_due = tl.where(is_real, b_due, 1.0)
+                b_due = tl.where(has_tokens, b_due, 1.0)
 
             m_write = i_row + o_r < chunk.n_end
             if CALL.listed:
@@ -188,12 +182,12 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
             tl.store(p_dots, b_rowdot, mask=m_write)
             if CALL.listed:
-                if is_real == 0:
-                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
-                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
+                if has_tokens == 0:
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_chunk[:, None] & (o_z[None, :] < DZ))
+                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_chunk)
         if not REVERSE:
-            b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
-            b_met = tl.sum(tl.sum(b_met * (b_state * b_due), 1), 0)
+            b_product = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
+            b_product = tl.sum(tl.sum(b_product * (b_state * b_due), 1), 0)
             if CALL.listed:
-                b_met = tl.where((entry & CUT) == 0, b_met, 0.0)
-            tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_met)
+                b_product = tl.where((entry & CUT) == 0, b_product, 0.0)
+            tl.store(p.border + (i_border * NX + i_x) * NZ + i_z, b_product)

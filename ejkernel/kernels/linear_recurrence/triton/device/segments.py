@@ -8,9 +8,9 @@ from ejkernel.kernels.chunks.triton.device.places import SEGMENTS, blocks_before
 
 @triton.jit
 def scan_segments(p, CALL: tl.constexpr):
-    """The state at the start of each time segment, from the segments' own states and whole decays.
+    """The state at the start of each time segment, from the states that segments add and their decays.
 
-    With LAST also those that sequences end with.
+    With `CALL.last` also the states that sequences end with.
     """
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
@@ -41,23 +41,23 @@ def scan_segments(p, CALL: tl.constexpr):
         if CALL.reverse:
             i_j = n_segments - 1 - i_step
         i_here = (i_segment + i_j) * H + i_h
-        # the last segment's own state is there where it is of use
-        m_own = (i_step + 1 < n_segments) | CALL.last
+        # a walk leaves out the last segment unless final states are wanted
+        m_added = (i_step + 1 < n_segments) | CALL.last
         if (DECAYS == 1) and not (CALL.decay == "key"):
-            b_decay = tl.load(p.decay + i_here, mask=m_own, other=0.0)
+            b_decay = tl.load(p.decay + i_here, mask=m_added, other=0.0)
         else:
-            b_decay = tl.load(p.decay + i_here * DECAYS + o_k, mask=(o_k < K) & m_own, other=0.0)[:, None]
+            b_decay = tl.load(p.decay + i_here * DECAYS + o_k, mask=(o_k < K) & m_added, other=0.0)[:, None]
             if DECAYS > K:
                 p_row = p.decay + i_here * DECAYS + K + o_v
-                b_decay = b_decay * tl.load(p_row, mask=(o_v < V) & m_own, other=0.0)[None, :]
-        b_own = tl.load(p.segments + i_here * (K * V) + o_state, mask=m_state & m_own, other=0.0)
+                b_decay = b_decay * tl.load(p_row, mask=(o_v < V) & m_added, other=0.0)[None, :]
+        b_added = tl.load(p.segments + i_here * (K * V) + o_state, mask=m_state & m_added, other=0.0)
         tl.store(p.starts + i_here * (K * V) + o_state, b_state, mask=m_state)
-        # a decay may be infinite
+        # a decay may be infinite, and 0 stays 0
         m_none = b_state == 0.0
         if CALL.listed:
-            # nothing passes, whatever it is
+            # an end of a sequence, where the state may be anything
             m_none = m_none | (b_decay == 0.0)
-        b_state = tl.where(m_none, 0.0, b_state * b_decay) + b_own
+        b_state = tl.where(m_none, 0.0, b_state * b_decay) + b_added
     if CALL.last:
         p_tile = p.final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
         tl.store(p_tile, b_state * CALL.last_scale, mask=m_state)

@@ -8,10 +8,12 @@ from ejkernel.kernels.chunks.triton.device.places import (
     CHUNKS,
     CUT,
     GROUPS,
-    REAL,
     SEGMENTS,
     blocks_before,
+    chunk_at,
     first_entries,
+    is_cut,
+    is_real,
     keep_branch,
     listed_chunk,
     listed_from,
@@ -24,13 +26,12 @@ from ejkernel.kernels.chunks.triton.device.places import (
     store_tile,
     token_of,
     token_offsets,
-    visit,
 )
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.linear_recurrence.triton.device.programs import (
-    all_flagged,
-    any_flagged,
+    any_chunk,
     load_factors,
+    load_start,
     load_weights,
     mark_sequences,
     part_of_walk,
@@ -39,34 +40,32 @@ from ejkernel.kernels.linear_recurrence.triton.device.programs import (
 
 @triton.jit
 def walk(p, CALL: tl.constexpr):
-    """Carries a state through the chunks of a sequence: `S ← decay S + z yᵀ`, `out = scale S x`, all roles swappable.
+    """Carries a state through the chunks of a time segment: `S ← decay S + z yᵀ`, `output = scale S x`.
 
     | `CALL.walk.role` | x | y | z | w | rows of S | time | stores |
     |---|---|---|---|---|---|---|---|
-    | `segment` | | k̂, or q̂ in reverse | v, or do | | V | as asked | each time segment's own state, and its decay |
+    | `segment` | | k̂, or q̂ in reverse | v, or do | | V | either | the state that each segment adds, and its decay |
     | `output` | q̂ | k̂ | v | | V | forward | the output, and the final state |
     | `dvalue` | k̂ | q̂ | do | | V | reverse | dv, and the gradient of the initial state if there is one |
-    | `dquery` | do | v | k̂ | q | K | forward | dq̂; where gates have a gradient, also row dots and states at borders |
-    | `dkey` | v | do | q̂ | k | K | reverse | dk̂; the same |
+    | `dquery` | do | v | k̂ | q | K | forward | dq̂; if gates have a gradient, also row dots and ⟨S, dS⟩ |
+    | `dkey` | v | do | q̂ | k | K | reverse | dk̂; if gates have a gradient, also row dots and states |
 
-    Without key gates q̂ and k̂ are q and k.
+    Without key gates q̂ and k̂ are q and k. The state is held as [z dims, x dims], the left operand of every large dot.
+    If x has more dims than a program carries, each part of them has a program, and outputs are parts of a sum.
 
-    The state is kept as [z dims, x dims], the left operand of every large dot. Decays are split at a reference, as
-    the kernels that fold gates lay down. `p.within` is what these know of a chunk's tokens: the gate itself (constant),
-    weights of rows (head), or the scores of flagged chunks (key).
-    Where x has more dims than a program carries, each part of them has its own program, and gives a part of the sum
-    that the output is.
-    Row dots are of w and the rows stored: what gates of a head need of q·dq and k·dk. What it stores at the later
-    end of each group of chunks, or for every chunk, `Border` lists.
-    With gates of both key and value dims `p.other` has the decays of the value dims, and z and the output are folded.
-    With key gates `CALL.walk.apart` leaves programs whose chunks are all flagged to a second kernel, STRONG: scores are
-    then tiles like the others, which come ahead of their chunk and go to their product as they are.
-    Head gates are walked by two kernels, each of which leaves out the other's programs: with STRONG those in which a
-    chunk is flagged. What strong gates need would take the registers of the common case. The second one
-    adds to the first one's results, in place.
+    Decays of a chunk are relative to a reference, as the kernels that fold gates store them. `p.within` is the gate
+    itself (constant), weights of rows (head), or scores of flagged chunks (key); `p.other` has the state's decays along
+    the value dims, when those decay too, and z and the output are then folded.
+    Row dots, of w and the output's rows, are q·dq and k·dk, for gates of a head. `Border` lists what a walk stores at
+    the later end of each group of chunks, or for every chunk.
+
+    Two kernels share a walk by its segments, and the second one, with `CALL.walk.strong`, adds its results to the first
+    one's in place: what strong gates need would take registers of the common case.
+    Head gates: STRONG takes segments in which any chunk is flagged. Where rows hold several sequences, which a program
+    walks over one after the other, the first kernel takes all, and STRONG stores those that have a flagged chunk.
+    Key gates, with `CALL.walk.apart`: STRONG takes segments whose chunks are all flagged. Scores are tiles like x, y
+    and z there, fetched ahead of their chunk.
     float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
-    Where rows hold several sequences a program walks over all of a row's, and starts anew where nothing passes. Then
-    the first of the two kernels leaves nothing out, and STRONG gives the results of sequences with a flagged chunk.
     """
     H: tl.constexpr = CALL.heads
     HW: tl.constexpr = CALL.walk.w_heads
@@ -103,15 +102,16 @@ def walk(p, CALL: tl.constexpr):
     PAD_X: tl.constexpr = NX * BX != DX
     PAD_Z: tl.constexpr = NZ * BZ != DZ
     i_z, i_x, i_h, i_block = part_of_walk(NX, NZ, H)
-    i_n, i_j, i_first, n_rows, n_read = locate(i_block, p, SEGMENTS, p.L, CALL)
+    span = locate(i_block, p, SEGMENTS, p.L, CALL)
+    i_n, i_j, i_first, n_rows, n_read = span
     i_chunk0 = blocks_before(i_n, p, CHUNKS, C, CALL)
-    if (BORDER != "none") and (BORDER != "entered"):
+    if (BORDER != "none") and (BORDER != "every chunk"):
         i_group0 = blocks_before(i_n, p, GROUPS, C * G, CALL)
     n_chunks = tl.cdiv(n_rows, C)
     i_from = i_j * (p.L // C)
     n_steps = tl.minimum(n_chunks - i_from, tl.cdiv(p.L, C))
     if (not OUTPUT) and (not CALL.last):
-        # nobody starts from where a sequence ends
+        # no segment starts from the state that a sequence ends with
         if (i_j == 0) if REVERSE else (i_from + n_steps >= n_chunks):
             return
 
@@ -146,48 +146,40 @@ def walk(p, CALL: tl.constexpr):
         b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
     if DECAY == "head":
         if not CALL.listed:
-            if any_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
+            if (any_chunk(p.flag, i_chunk0 + i_from, n_steps, i_h, True, H) != 0) != STRONG:
                 return
         elif STRONG:
-            if any_flagged(p.any_flag, i_chunk0 + i_sizes, n_sizes, i_h, H) == 0:
+            if (any_chunk(p.any_flag, i_chunk0 + i_sizes, n_sizes, i_h, True, H) != 0) == 0:
                 return
-            p_mine = p.mine + (((i_n.to(tl.int64) * H + i_h) * NX + i_x) * NZ + i_z) * p.T
-            mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL)
+            p_marks = p.marks + (((i_n.to(tl.int64) * H + i_h) * NX + i_x) * NZ + i_z) * p.T
+            mark_sequences(p, p_marks, span, i_from, n_steps, i_h, CALL)
 
     if CALL.walk.apart:
-        if all_flagged(p.flag, i_chunk0 + i_from, n_steps, i_h, H) != STRONG:
+        any_mild = any_chunk(p.flag, i_chunk0 + i_from, n_steps, i_h, False, H)
+        if ((any_mild == 0) & (n_steps > 0)) != STRONG:
             return
 
     b_state = tl.zeros([BZ, BX], tl.float32)
     if CALL.start:
-        i_start = i_n.to(tl.int64)
-        if CALL.walk.segmented:
-            i_start = i_block.to(tl.int64)
-        m_start = m_state
-        if CALL.packed:
-            m_start = m_start & (i_n < p.N)
-        b_state = (
-            tl.load(p.start + (i_start * H + i_h) * (DX * DZ) + o_state, mask=m_start, other=0.0).to(tl.float32)
-            * CALL.start_scale
-        )
-    # One decay a head: what is left of a chunk's own decay is due when the state is next multiplied anyway.
+        b_state = load_start(p, i_n, i_block, i_h, o_state, m_state, CALL)
+    # with a gate a head, the decay from the last chunk's reference to its end, applied with the next chunk's decay
     b_due = 1.0
     if not OUTPUT:
-        is_open = i_n >= 0
+        is_connected = i_n >= 0
         if BOTH:
-            b_whole_row = tl.full([BZ], 1.0, tl.float32)
+            b_total_row = tl.full([BZ], 1.0, tl.float32)
         if KEY_COLUMNS:
-            b_whole = tl.full([BX], 1.0, tl.float32)
+            b_total = tl.full([BX], 1.0, tl.float32)
         elif KEY_ROWS:
-            b_whole = tl.full([BZ], 1.0, tl.float32)
+            b_total = tl.full([BZ], 1.0, tl.float32)
         else:
-            b_whole = 1.0
+            b_total = 1.0
     if ROW_DOTS:
         i_wh = i_h // (H // HW)
         if CALL.listed:
             ahead = listed_chunk(i_n, entry, next_entry, CALL)
         else:
-            ahead = visit(i_from + n_steps - 1 if REVERSE else i_from, i_n, n_rows, n_read, p, CALL)
+            ahead = chunk_at(i_from + n_steps - 1 if REVERSE else i_from, span, p, CALL)
         m_w = (ahead.i_row + o_r < ahead.n_read) & (n_steps > 0)
         b_w = load_rows(p.w, token_of(i_first, n_rows, ahead.i_row, FLIP), i_wh, o_t, m_w, o_z, HW, DZ, PAD_Z, False)
 
@@ -204,33 +196,32 @@ def walk(p, CALL: tl.constexpr):
             chunk = listed_chunk(i_n, entry, next_entry, CALL)
             entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
         else:
-            chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+            chunk = chunk_at(i_c, span, p, CALL)
         i_row = chunk.i_row
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
         m_read = i_row + o_r < chunk.n_read
-        m_kept = m_read
-        is_real = True
+        m_chunk = m_read
+        has_tokens = True
         takes = True
         if CALL.listed:
-            m_kept = i_row + o_r < chunk.n_end
-            is_real = (chunk.entry & REAL) != 0
-            # nothing comes from what is walked over before this chunk
-            is_cut = ((chunk.next_entry if REVERSE else chunk.entry) & CUT) != 0
-            if is_cut:
+            m_chunk = i_row + o_r < chunk.n_end
+            has_tokens = is_real(chunk)
+            starts_anew = is_cut(chunk, REVERSE)
+            if starts_anew:
                 keep_branch(p, i_n)
                 b_state = tl.zeros([BZ, BX], tl.float32)
-            b_due = tl.where(is_cut, 1.0, b_due)
-            takes = is_real & (is_cut == 0)
+            b_due = tl.where(starts_anew, 1.0, b_due)
+            takes = has_tokens & (starts_anew == 0)
             ends_group = (i_step == (0 if REVERSE else n_steps - 1)) | (chunk.n_end // (C * G) > i_row // (C * G))
             if STRONG:
-                is_here = tl.load(p_mine + i_row) != 0
+                is_marked = tl.load(p_marks + i_row) != 0
             if BORDER == "state":
                 if ends_group:
                     p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
-                    m_border = m_state & is_here if STRONG else m_state
+                    m_border = m_state & is_marked if STRONG else m_state
                     tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_border)
-        if BORDER == "entered":
+        if BORDER == "every chunk":
             p_here = p.border + i_chunk * (DX * DZ) + o_border
             tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
         b_y = load_rows(p.y, i_token, i_yh, o_t, m_read, o_x, CALL.walk.y_heads, DX, PAD_X, WIDE, WHOLE)
@@ -242,17 +233,17 @@ def walk(p, CALL: tl.constexpr):
         if OUTPUT:
             b_x = nearest(b_x, PRECISION)
 
-        # what is added to the state, the state as the rows of x see it, and the state that is added to
+        # what is added to the state, and the state that the rows of x read
         b_added = b_z
-        b_seen = b_state
+        b_read = b_state
         if DECAY == "head":
             p_weights = p.within + rows_kept(chunk, i_chunk, i_h, p, 4, CALL)
-            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weights, o_r, m_kept, CALL)
+            b_near, b_far, b_whole_sum, b_part_sum = load_weights(p_weights, o_r, m_chunk, CALL)
             if STRONG:
                 p_end = p_weights + 4 * (chunk.n_end - 1 - i_row if CALL.listed else C - 1)
                 b_whole_end = tl.load(p_end + 1)
                 b_part_end = tl.load(p_end + 3)
-                # these are still exponents
+                # exponents still
                 b_near = b_whole_sum + b_part_sum
                 b_far = (b_whole_end - b_whole_sum) + (b_part_end - b_part_sum)
                 b_all = b_whole_end + b_part_end
@@ -263,7 +254,7 @@ def walk(p, CALL: tl.constexpr):
                 b_after = tl.load(p.factors + i_chunk * 2 + (0 if REVERSE else 1))
                 if CALL.listed:
                     b_before = tl.where(takes, b_before, 1.0)
-                    b_after = tl.where(is_real, b_after, 1.0)
+                    b_after = tl.where(has_tokens, b_after, 1.0)
             if REVERSE:
                 b_near, b_far = b_far, b_near
             if STRONG:
@@ -280,44 +271,32 @@ def walk(p, CALL: tl.constexpr):
             if STRONG:
                 b_state = faded(b_state, b_all)
             else:
-                b_seen = b_state
+                b_read = b_state
         if KEYED:
             DK: tl.constexpr = DX if KEY_COLUMNS else DZ
             o_k = o_x if KEY_COLUMNS else o_z
-            b_before, b_after = load_factors(p.factors, i_chunk, o_k, takes, is_real, DK, REVERSE, CALL)
-            if KEY_COLUMNS:
-                b_before = b_before[None, :]
-                b_after = b_after[None, :]
-            else:
-                b_before = b_before[:, None]
-                b_after = b_after[:, None]
+            b_before, b_after = load_factors(p.factors, i_chunk, o_k, takes, has_tokens, DK, KEY_COLUMNS, CALL)
             if BOTH:
                 DO: tl.constexpr = DZ if KEY_COLUMNS else DX
                 o_o = o_z if KEY_COLUMNS else o_x
-                b_other_before, b_other_after = load_factors(p.other, i_chunk, o_o, True, True, DO, REVERSE, CALL)
-                if KEY_COLUMNS:
-                    b_other_before = b_other_before[:, None]
-                    b_other_after = b_other_after[:, None]
-                else:
-                    b_other_before = b_other_before[None, :]
-                    b_other_after = b_other_after[None, :]
+                b_other_before, b_other_after = load_factors(p.other, i_chunk, o_o, True, True, DO, KEY_ROWS, CALL)
                 b_state = b_state * b_before * b_other_before
-                b_seen = b_state
+                b_read = b_state
             else:
-                # not asked for where it is known, but what a product's operand might need is fetched ahead
+                # SCORED needs no flag: all chunks are flagged. Loads for a product's operand are fetched ahead
                 is_exact = n_steps > 0
                 if not SCORED:
                     is_exact = load_flag(p.flag, chunk, i_chunk, i_h, p, CALL) != 0
-                b_seen = b_state * tl.where(is_exact, 1.0, b_before)
+                b_read = b_state * tl.where(is_exact, 1.0, b_before)
                 b_state = b_state * b_before
-            if BORDER == "seen":
+            if BORDER == "read":
                 if ends_group if CALL.listed else (i_c % G == G - 1) | (i_c == n_chunks - 1):
                     p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
-                    tl.store(p_here, b_seen.to(b_y.dtype), mask=m_state)
+                    tl.store(p_here, b_read.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
             if DECAY != "none":
-                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
+                b_read = nearest(b_read.to(b_y.dtype), PRECISION)
             if SCORED:
                 p_score = p.within + i_chunk * (C * C) + (o_r[:, None] * C + o_r[None, :])
                 b_score = tl.load(p_score)
@@ -330,8 +309,8 @@ def walk(p, CALL: tl.constexpr):
                 b_score = tl.dot(b_y, b_x, input_precision=PRECISION)
             if DECAY == "none":
                 # not before, so that this dot need not wait for the last chunk's
-                b_seen = nearest(b_seen.to(b_y.dtype), PRECISION)
-            b_out = tl.dot(b_seen, b_x, input_precision=PRECISION)
+                b_read = nearest(b_read.to(b_y.dtype), PRECISION)
+            b_out = tl.dot(b_read, b_x, input_precision=PRECISION)
             if DECAY == "constant":
                 b_out = b_out * b_near[None, :]
                 # a later token's score may be infinite, and is to become 0; a choice would take more registers
@@ -346,7 +325,7 @@ def walk(p, CALL: tl.constexpr):
                 else:
                     b_score = b_score * b_far[:, None]
                     if ROW_DOTS:
-                        # weighed in full, and so rounded alike in the two walks whose row dots are subtracted
+                        # all weights before rounding, so that the row dots that are subtracted have the same errors
                         b_score = b_score * b_near[None, :]
                         b_out = b_out * b_near[None, :]
             if KEYED and not BOTH and not SCORED:
@@ -354,7 +333,7 @@ def walk(p, CALL: tl.constexpr):
                     if SCORES:
                         o_score = o_r[:, None] * C + o_r[None, :] if REVERSE else o_r[:, None] + o_r[None, :] * C
                         p_score = p.within + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_score
-                        m_score = m_kept[:, None] if REVERSE else m_kept[None, :]
+                        m_score = m_chunk[:, None] if REVERSE else m_chunk[None, :]
                         b_score = load_kept(p_score, m_score, CALL).to(tl.float32)
                         if NX > 1:
                             # these are of all dims of x, and count once
@@ -376,7 +355,7 @@ def walk(p, CALL: tl.constexpr):
                 # padding is written below
                 m_write = m_read
                 if STRONG:
-                    m_write = m_read & is_here
+                    m_write = m_read & is_marked
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
             m_out = m_write[:, None]
@@ -384,18 +363,18 @@ def walk(p, CALL: tl.constexpr):
                 m_out = m_out & (o_z[None, :] < DZ)
             store_tile(p_rows, b_rows, m_out, WHOLE and not PAD_Z)
             if CALL.listed:
-                if is_real == 0:
-                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_kept[:, None] & (o_z[None, :] < DZ))
+                if has_tokens == 0:
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_chunk[:, None] & (o_z[None, :] < DZ))
             if ROW_DOTS:
-                # in the layout of the store, which is that of the other factor; rounding's rest is taken along
-                b_rest = b_out - b_out.to(p.output.dtype.element_ty).to(tl.float32)
-                b_whole_row = b_rows.to(tl.float32) + tl.trans(b_rest.to(tl.bfloat16)).to(tl.float32)
-                b_rowdot = tl.sum(b_whole_row * b_w.to(tl.float32), 1)
+                # in the layout of the store, which is that of w; what rounding took off is added again
+                b_error = b_out - b_out.to(p.output.dtype.element_ty).to(tl.float32)
+                b_unrounded = b_rows.to(tl.float32) + tl.trans(b_error.to(tl.bfloat16)).to(tl.float32)
+                b_rowdot = tl.sum(b_unrounded * b_w.to(tl.float32), 1)
                 p_dots = p.row_dots + ((i_token + o_t) * (NX * NZ) + i_x * NZ + i_z) * H + i_h
                 tl.store(p_dots, b_rowdot, mask=m_write)
                 if CALL.listed:
-                    if is_real == 0:
-                        tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_kept)
+                    if has_tokens == 0:
+                        tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_chunk)
                 # fetched a chunk ahead: it arrives while that chunk is worked on
                 i_next = i_row - C if REVERSE else i_row + C
                 n_next = n_read
@@ -411,64 +390,64 @@ def walk(p, CALL: tl.constexpr):
             if DECAY == "constant":
                 b_state = b_state * b_through
             b_state = tl.dot(b_added, b_y, acc=b_state, input_precision=PRECISION)
-            # which is 1 where chunks are flagged
+            # 1 for flagged chunks
             if KEYED and not SCORED:
                 b_state = b_state * b_after
             if BOTH:
                 b_state = b_state * b_other_after
         if not OUTPUT:
             if DECAY == "constant":
-                b_whole = b_whole * b_through
+                b_total = b_total * b_through
             elif (DECAY == "head") and (STRONG):
-                b_whole = faded(b_whole, b_all)
+                b_total = faded(b_total, b_all)
             elif DECAY == "head":
-                b_whole = b_whole * b_before * b_after
+                b_total = b_total * b_before * b_after
             elif DECAY != "none":
-                b_whole = b_whole * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
+                b_total = b_total * tl.reshape(b_before * b_after, [BX if KEY_COLUMNS else BZ])
             if BOTH:
-                b_whole_row = b_whole_row * tl.reshape(b_other_before * b_other_after, [BZ])
+                b_total_row = b_total_row * tl.reshape(b_other_before * b_other_after, [BZ])
             if CALL.listed:
-                # nothing passes any more, whatever is multiplied by it
-                is_open = is_open & (is_cut == 0)
-                b_whole = tl.where(is_open, b_whole, 0.0)
+                # 0 and not the decay, once a sequence has ended
+                is_connected = is_connected & (starts_anew == 0)
+                b_total = tl.where(is_connected, b_total, 0.0)
         if BORDER == "state":
-            # about to enter the group before
+            # the next chunk is in the group before
             if not CALL.listed:
                 if (i_c % G == 0) & (i_step + 1 < n_steps):
                     p_here = p.border + ((i_group0 + i_c // G - 1) * H + i_h) * (DX * DZ) + o_border
                     tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
-        if BORDER == "met":
+        if BORDER == "product":
             if ends_group if CALL.listed else (i_c % G == G - 1) | (i_step + 1 == n_steps):
                 i_border = (i_group0 + chunk.i_c // G) * H + i_h
                 if CALL.listed:
                     passes = (chunk.next_entry & CUT) == 0
-                b_met = tl.load(p.d_state + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
+                b_product = tl.load(p.d_state + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
                 if BOTH:
                     # the dims of x decay on their way there as well
-                    p_reach = (p.factors if KEY_COLUMNS else p.other) + i_chunk * (4 * DX) + 2 * DX + o_x
-                    b_met = b_met / tl.load(p_reach, mask=o_x < DX, other=1.0)[None, :]
-                b_met = b_met * (b_state * b_due)
+                    p_before = (p.factors if KEY_COLUMNS else p.other) + i_chunk * (4 * DX) + 2 * DX + o_x
+                    b_product = b_product / tl.load(p_before, mask=o_x < DX, other=1.0)[None, :]
+                b_product = b_product * (b_state * b_due)
                 if KEYED:
-                    b_met = tl.sum(b_met, 1)
+                    b_product = tl.sum(b_product, 1)
                     if CALL.listed:
-                        b_met = tl.where(passes, b_met, 0.0)
-                    tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, b_met, mask=o_z < DZ)
+                        b_product = tl.where(passes, b_product, 0.0)
+                    tl.store(p.border + (i_border * NX + i_x) * DZ + o_z, b_product, mask=o_z < DZ)
                 else:
-                    b_met = tl.sum(b_met) if CALL.walk.flat else tl.sum(tl.sum(b_met, 1), 0)
+                    b_product = tl.sum(b_product) if CALL.walk.flat else tl.sum(tl.sum(b_product, 1), 0)
                     if CALL.listed:
-                        b_met = tl.where(passes, b_met, 0.0)
-                    p_met = p.border + (i_border * NX + i_x) * NZ + i_z
+                        b_product = tl.where(passes, b_product, 0.0)
+                    p_product = p.border + (i_border * NX + i_x) * NZ + i_z
                     if CALL.listed and STRONG:
-                        tl.store(p_met, b_met, mask=is_here)
+                        tl.store(p_product, b_product, mask=is_marked)
                     else:
-                        tl.store(p_met, b_met)
+                        tl.store(p_product, b_product)
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * b_due
 
     if CALL.listed and STRONG:
-        # of the sequence that was walked over last
-        ahead = visit(i_from if REVERSE else i_from + n_steps - 1, i_n, n_rows, n_read, p, CALL)
-        if tl.load(p_mine + ahead.i_row) == 0:
+        # the final state is that of the last sequence
+        ahead = chunk_at(i_from if REVERSE else i_from + n_steps - 1, span, p, CALL)
+        if tl.load(p_marks + ahead.i_row) == 0:
             return
     if OUTPUT:
         if CALL.last:
@@ -483,14 +462,14 @@ def walk(p, CALL: tl.constexpr):
     else:
         i_segment = i_block.to(tl.int64) * H + i_h
         tl.store(p.final + i_segment * (DX * DZ) + o_state, b_state, mask=m_state)
-        if BORDER == "entered":
+        if BORDER == "every chunk":
             pass
         elif BOTH:
-            tl.store(p.border + i_segment * (DX + DZ) + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
-            tl.store(p.border + i_segment * (DX + DZ) + DX + o_z, b_whole_row, mask=(o_z < DZ) & (i_x == 0))
+            tl.store(p.border + i_segment * (DX + DZ) + o_x, b_total, mask=(o_x < DX) & (i_z == 0))
+            tl.store(p.border + i_segment * (DX + DZ) + DX + o_z, b_total_row, mask=(o_z < DZ) & (i_x == 0))
         elif KEY_COLUMNS:
-            tl.store(p.border + i_segment * DX + o_x, b_whole, mask=(o_x < DX) & (i_z == 0))
+            tl.store(p.border + i_segment * DX + o_x, b_total, mask=(o_x < DX) & (i_z == 0))
         elif KEY_ROWS:
-            tl.store(p.border + i_segment * DZ + o_z, b_whole, mask=o_z < DZ)
+            tl.store(p.border + i_segment * DZ + o_z, b_total, mask=o_z < DZ)
         else:
-            tl.store(p.border + i_segment, b_whole, mask=(i_z == 0) & (i_x == 0))
+            tl.store(p.border + i_segment, b_total, mask=(i_z == 0) & (i_x == 0))
