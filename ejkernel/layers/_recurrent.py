@@ -40,6 +40,7 @@ class RecurrentLayer(Published):
     convolution: Any = None  # or a `ShortConvolution`
     out: nnx.Linear
     counts_tokens = False  # whether the state has a position
+    has_step = True  # whether `_step` computes a single token
 
     def __init__(self, width: int, memory_shape: tuple[int, int, int], init: ParamInit) -> None:
         self.width, self.memory_shape, self.dtype = _checks.positive_int("width", width), memory_shape, init.dtype
@@ -93,7 +94,7 @@ class RecurrentLayer(Published):
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
         x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         start = self._checked_state(dims, state) if batch is None else self._checked_pools(dims, state, batch)
-        if start.memory is not None and _one_token.applies(x, sequences):
+        if self.has_step and start.memory is not None and _one_token.applies(x, sequences):
             return _one_token.in_two_rows(self._decode, x, start)
         mixed, state = self._mix(x, start, sequences)
         if batch is not None:
@@ -109,8 +110,11 @@ class RecurrentLayer(Published):
         raise NotImplementedError
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
-        """The same for a single token `[B, 1, width]` that goes on from a state."""
-        return self._mix(x, state, Sequences())
+        """The same for a single token `[B, 1, width]` that continues a state, of which there may be fewer rows.
+
+        Rows of `x` past those of the state are copies of the others.
+        """
+        raise NotImplementedError
 
     def _checked_state(self, dims: _checks.Dims, state: Any) -> RecurrentState:
         if state is None:

@@ -42,6 +42,8 @@ class LightningAttention(RecurrentLayer):
         ((2, 10, 64), (2, 4, 16, 16))
     """
 
+    has_step = False
+
     def __init__(
         self,
         width: int,

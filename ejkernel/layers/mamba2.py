@@ -92,6 +92,7 @@ class Mamba2(RecurrentLayer):
         self.norm_groups = group_count("norm_groups", groups if norm_groups is None else norm_groups, heads)
         self.norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
         self.multipliers = _checked_multipliers(multipliers)
+        self.has_step = self.multipliers is None
         features, states = heads * head_dim, groups * state_dim
         # side by side for each group: the output gate, the convolution's channels (value, key, query), the time steps
         self.into = init.column_parallel(width, 2 * features + 2 * states + heads, bias=bias)
@@ -131,8 +132,6 @@ class Mamba2(RecurrentLayer):
         return features, features, self.state_dim, self.state_dim, self.heads // self.groups
 
     def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
-        if self.multipliers is not None:
-            return self._mix(x, state, Sequences())
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
         gate_last = self.norm is not None and self.norm_before_gate
         projected, groups = self.into(x), self.groups

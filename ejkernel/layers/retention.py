@@ -45,7 +45,7 @@ class Retention(GatedOutputLayer):
         ((30, 64), (2, 4, 16, 32), [10, 20])
     """
 
-    counts_tokens = True
+    counts_tokens, has_step = True, False
 
     def __init__(
         self,
