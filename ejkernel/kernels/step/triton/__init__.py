@@ -82,11 +82,9 @@ def _constants(call: Call) -> Constants:
 def _forward(call: Call, inputs: Inputs) -> Results:
     constants, device = _constants(call), importlib.import_module(DEVICE)
     inputs = inputs._replace(memory=inputs.memory.astype(jnp.float32))
-    moved = {}
-    if inputs.recent is not None:
-        inputs = inputs._replace(recent=inputs.recent.astype(call.dtype))
-        moved = {"moved": inputs.recent}
-    arrays, mixed, recent = inputs._asdict(), None, inputs.recent
+    recent = None if inputs.recent is None else inputs.recent.astype(call.dtype)
+    moved = {} if recent is None else {"moved": recent}
+    arrays, mixed = inputs._asdict() | {"recent": recent}, None
     if constants.convolved_before:
         names = ("query", "key", "value", "recent", "taps", "taps_bias")
         mixed, recent = _launch.launch(
