@@ -1,4 +1,4 @@
-"""The short convolution over tokens that linear attention layers put before their recurrence."""
+"""The short convolution over tokens that linear attention layers apply before their recurrence."""
 
 # aliases are shown by their names, not spelled out
 from __future__ import annotations
@@ -100,10 +100,10 @@ def unit_conv1d(
     platform: str | None = None,
     unit_dim: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`causal_conv1d` for queries and keys, of which each head of so many channels is then divided by its norm.
+    """`causal_conv1d` for queries and keys: afterwards each head of `unit_dim` channels is divided by its norm.
 
-    The norm is `sqrt(sum of squares + 1e-6)`, as `normalize=True` of the delta rule has it, in the dtype of sums: the
-    output is rounded once. For this library's layers: it is not part of the package's interface.
+    The norm is `sqrt(sum of squares + 1e-6)`, as with `normalize=True` in the delta rule, in the dtype of sums. If a
+    kernel computes it, the output is rounded once. For this library's layers only: not part of the public interface.
     """
     return _convolved(x, weight, bias, activation, initial_state, cu_seqlens, segment_ids, platform, unit_dim)
 
@@ -119,7 +119,7 @@ def _convolved(
     platform: str | None,
     unit_dim: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output, and the final state or the pool if `start` is one."""
+    """The output, and the final state, or the pool if `start` is a pool."""
     arrays = _checks.convolution(x, weight, bias, start, cu_seqlens, segment_ids)
     B, T, D = arrays.x.shape
     call = Call(

@@ -1,23 +1,24 @@
-"""Flax NNX layers that published models are made of; needs Flax, which the extra `layers` brings.
+"""Flax NNX layers of published models; they need Flax, which the extra `layers` installs.
 
-All are called alike: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B, T, width]`, or `[T, width]` for a
-packed stream; the state continues a sequence, one token at a time if need be. Kernels carry their partitioning: heads
-lie along the mesh axis `"model"`, and `nnx.get_partition_spec(nnx.state(layer))` reads it back.
+All are called in the same way: `output, state = layer(x, state, cu_seqlens)`. `x` is `[B, T, width]`, or `[T, width]`
+for a packed stream; the state continues the sequences of an earlier call, for decoding token by token. Kernels have
+partitioning metadata: heads are sharded along the mesh axis `"model"`, and
+`nnx.get_partition_spec(nnx.state(layer))` returns it.
 
 A server calls `output, cache = layer(x, cache, batch)` with tokens of many requests, `x [T, width]`: `ragged_batch`
-makes the batch from what a scheduler has, and `layer.empty_cache(limits)` the pools of states or the pages.
+creates the batch from a scheduler's lists, and `layer.empty_cache(limits)` the pools of states or the pages.
 
-Each has a function `from_config(config, layer, weights)` that makes it as a published model has it, with sizes and
-options from the model's `config.json`, and functions `from_…(weights, *arguments, prefix="", **options)` that make it
-with the weights of the implementation in use elsewhere:
+Each layer has a class method `from_config(config, layer, weights)`, which creates a layer of a published model with
+sizes and options from the model's `config.json`, and class methods `from_…(weights, *arguments, prefix="", **options)`,
+which create a layer with the weights of another implementation:
 
-- `weights`: arrays by the names of its state dict: of NumPy, JAX or PyTorch. Or the path of a safetensors file, of its
-  index or of their folder; a `Checkpoint` has those arrays open.
-- `prefix`: what the names begin with; all others are left alone.
-- `*arguments`, `**options`: the layer's own, without `rngs`.
+- `weights`: NumPy, JAX or PyTorch arrays by their names in a state dict. Or the path of a safetensors file, of its
+  index or of their folder, or a `Checkpoint` of these.
+- `prefix`: the prefix of the layer's names; other names are ignored.
+- `*arguments`, `**options`: the arguments of the layer, without `rngs`.
 
 A `ValueError` lists every name that is missing or unknown, every shape that does not fit and every setting that the
-layer does not have.
+layer does not support.
 """
 
 try:

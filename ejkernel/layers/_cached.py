@@ -1,4 +1,4 @@
-"""The base of softmax attention layers: their caches, and how they are called."""
+"""The base class of softmax attention layers: their caches, how they are called, and how they serve."""
 
 from typing import Any
 
@@ -8,20 +8,21 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.layers._models import Published
-from ejkernel.layers._serving import RaggedBatch, ServingLimits, rows_of_cache
+from ejkernel.layers._serving import RaggedBatch, ServingLimits, checked_pages, nan_unless_new, rows_of_cache
 from ejkernel.layers._tokens import Sequences, layer_input, positions, without_padding
-from ejkernel.paged_attention import PagedCache
+from ejkernel.paged_attention import PagedCache, write_pages
 
 
 class CachedAttention(Published):
-    """Softmax attention with a cache: subclasses make the parameters, and compute with them in the methods below.
+    """Softmax attention with a cache. Subclasses create the parameters and override the last methods below.
 
-    `cache_type` is a named tuple of arrays `[B, capacity, …]` and the position. `patterns` has the other dims of each
-    array, by the names that `sizes` has.
+    `cache_type` is a named tuple of arrays `[B, capacity, …]` and the position. `patterns` names the other axes of each
+    array, and `page_pattern` all axes of the keys in pages; `sizes` has their sizes by name.
     """
 
     cache_type: type
     patterns: tuple[str, ...]
+    page_pattern: str
     window: int | None = None
     width: int
     dtype: DTypeLike | None
@@ -33,12 +34,12 @@ class CachedAttention(Published):
     def empty_cache(
         self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
     ) -> Any:
-        """Room for `capacity` tokens of each of `batch` sequences; or pages, for serving.
+        """An empty cache for `capacity` tokens of each of `batch` sequences; or pages, for serving.
 
         Args:
             batch: How many sequences, or `ServingLimits`, which say how many pages the `PagedCache` has.
-            capacity: Tokens of each; not given beside `ServingLimits`.
-            dtype: Of the cache; `None` is the layer's `dtype` or else float32.
+            capacity: How many tokens of each sequence; not together with `ServingLimits`.
+            dtype: The dtype of the cache; `None` is the layer's `dtype` or else float32.
         """
         if dtype is None:
             dtype = jnp.float32 if self.dtype is None else self.dtype
@@ -56,18 +57,18 @@ class CachedAttention(Published):
         *,
         segment_ids: _checks.AnyArray | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attends from the tokens of `x` to themselves and to those in the cache, and returns the longer cache too.
+        """Attends from the tokens of `x` to each other and to the cache; returns the output and the extended cache.
 
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            cache: From `empty_cache` or an earlier call; `None`, as in training, keeps nothing. Tokens past its
-                capacity, or at negative positions where those are traced, are not stored and come out as NaN.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`; excludes a cache. Tokens past the last one are
-                padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is `[T, width]` and the
-                cache a `PagedCache` then.
-            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`;
-                excludes a cache. Tokens of one id attend to each other, and their positions are counted from where the
-                id begins. A negative id is padding: output 0, no gradient, no effect.
+            cache: From `empty_cache` or an earlier call; `None`, as in training, stores nothing. Tokens past its
+                capacity, or at negative positions if these are traced, are not stored, and their output is NaN.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`; not together with a cache. Tokens past the last
+                border are padding: output 0, no gradient, no effect. Or a `RaggedBatch`, for serving: `x` is then
+                `[T, width]` and the cache a `PagedCache`.
+            segment_ids: Integers `[B, T]`, instead of `cu_seqlens`: which sequence of its row each token belongs to;
+                not together with a cache. Tokens of one id attend to each other, and their positions are counted from
+                where the id begins. A negative id is padding: output 0, no gradient, no effect.
         """
         dims = _checks.Dims(width=self.width, **self.sizes)
         x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
@@ -75,7 +76,9 @@ class CachedAttention(Published):
             output, pages = self._serve(dims, x, sequences, cache, batch)
             return without_padding(output, sequences), pages
         if cache is None:
-            return without_padding(self._attend_without_cache(x, sequences), sequences), None
+            projected = self._projected(x, positions(x, None, sequences))
+            output = self._finish(x, projected, self._attend(projected, **sequences.keywords))
+            return without_padding(output, sequences), None
         if together := next((name for name, each in sequences.keywords.items() if each is not None), None):
             _checks.fail("cache", f"one together with {together}", "one of them")
         if not isinstance(cache, self.cache_type):
@@ -97,22 +100,47 @@ class CachedAttention(Published):
         ]
         return self.cache_type(*carried, _checks.position(dims, "cache.position", position))
 
+    def _serve(
+        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
+    ) -> tuple[jax.Array, PagedCache]:
+        """The output of a batch that is served, and the pages with its tokens."""
+        cache, lengths = checked_pages(dims, x, cache, batch, self.page_pattern)
+        projected = self._projected(x, positions(x, lengths, sequences))
+        pages = batch.pages(self.window)
+        if batch.whole_prompts:
+            output = self._attend(projected, **sequences.keywords)
+            output = nan_unless_new(batch, output)
+            cache = write_pages(*self._key_value_of_pages(projected), cache, pages, batch.lengths, batch.cu_seqlens)
+        else:
+            output, cache = self._attend_to_pages(projected, cache, pages, lengths, batch.cu_seqlens)
+        return self._finish(x, projected, output), cache
+
     def _empty_pages(self, rows: tuple[int, int], dtype: DTypeLike) -> PagedCache:
-        """Pages of zeros; `rows` is how many, and the tokens of each."""
+        """Pages of zeros; `rows` are the number of pages, and of tokens in each."""
         raise NotImplementedError
 
-    def _attend_without_cache(self, x: jax.Array, sequences: Sequences) -> jax.Array:
-        """The output of tokens that attend to each other alone."""
+    def _projected(self, x: jax.Array, at: jax.Array) -> Any:
+        """Queries of tokens at the positions `at`, and what their keys, values and output gates are computed from."""
+        raise NotImplementedError
+
+    def _attend(self, projected: Any, **options: Any) -> jax.Array:
+        """The output heads of projected tokens, which attend to each other alone."""
+        raise NotImplementedError
+
+    def _finish(self, x: jax.Array, projected: Any, output: jax.Array) -> jax.Array:
+        """The layer's output from that of the heads: gated and projected."""
         raise NotImplementedError
 
     def _extend(
         self, x: jax.Array, cache: Any, at: jax.Array, fits: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """The output of tokens at the positions `at`, and the cache's arrays with them, where they fit."""
+        """The output of tokens at the positions `at`, and the cache's arrays with those of them that fit."""
         raise NotImplementedError
 
-    def _serve(
-        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
-    ) -> tuple[jax.Array, PagedCache]:
-        """The output of a served batch, and the pages with its tokens."""
+    def _key_value_of_pages(self, projected: Any) -> tuple[jax.Array, jax.Array | None]:
+        """What pages store of projected tokens."""
+        raise NotImplementedError
+
+    def _attend_to_pages(self, projected: Any, cache: PagedCache, *where: Any) -> tuple[jax.Array, PagedCache]:
+        """The output heads of projected tokens, and the pages with these; `where` are table, lengths and borders."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Arrays of safetensors files by name: memory-mapped, so that each is read when it is used."""
+"""Arrays of safetensors files by name. Files are memory-mapped, so each array is read when it is used."""
 
 import json
 import math
@@ -19,17 +19,17 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The arrays of a model as it is published, by the names of its state dict: a dict that reads them when asked.
+    """The arrays of a published model, by the names in its state dict: a mapping that reads an array when it is used.
 
-    Files are memory-mapped and looked at first: one that is cut off, or is no safetensors file, is an error. So are
-    arrays that the index names and no file holds. Arrays whose dtype NumPy does not have, as 4-bit floats, are bytes.
+    The files' headers are checked first: a truncated file, a file in another format, and arrays that the index names
+    but no file holds are errors. Arrays of dtypes that NumPy lacks, such as 4-bit floats, are returned as bytes.
 
     Args:
-        path: A safetensors file, an index (`model.safetensors.index.json`), or a folder that holds either.
+        path: A safetensors file, an index (`model.safetensors.index.json`), or a folder that contains one of them.
 
     Raises:
-        FileNotFoundError: There is no such file, or no safetensors file in the folder.
-        ValueError: A file is cut off or no safetensors file, or arrays of the index are missing.
+        FileNotFoundError: The file does not exist, or the folder contains no safetensors file.
+        ValueError: A file is truncated or not a safetensors file, or arrays of the index are missing.
 
     Examples:
         >>> import tempfile, pathlib, json, numpy as np
@@ -65,12 +65,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; errors name the file."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: got no JSON ({error}); expected a JSON object") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: got a JSON {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a JSON {type(content).__name__}; expected an object")
+    return content
 
 
 def _files(path: Path) -> tuple[Path | None, list[Path]]:
@@ -92,14 +92,14 @@ def _files(path: Path) -> tuple[Path | None, list[Path]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: got no 'weight_map' of names to files; expected an index of safetensors files")
-    return found
+    return weight_map
 
 
 def _mapped(path: Path) -> dict[str, np.ndarray]:
-    """Arrays by name of one file: the length of a header in 8 bytes, the header in JSON, numbers."""
+    """The arrays of one file by name. A file is 8 bytes with the header's length, the header in JSON, and the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -113,12 +113,12 @@ def _mapped(path: Path) -> dict[str, np.ndarray]:
             }
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path}: got a header that is none; expected a safetensors file") from None
-    numbers = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
+    data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
     arrays = {}
     for name, (kind, shape, start, stop) in entries.items():
-        if not 0 <= start <= stop <= len(numbers):
-            raise ValueError(f"{path}: got a file cut off: {name} ends at byte {stop} of {len(numbers)}")
-        raw = numbers[start:stop]
+        if not 0 <= start <= stop <= len(data):
+            raise ValueError(f"{path}: got a file cut off: {name} ends at byte {stop} of {len(data)}")
+        raw = data[start:stop]
         if kind in _DTYPES:
             if stop - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize:
                 raise ValueError(f"{path}: got {stop - start} bytes of {name}, whose shape {shape} has another size")

@@ -1,4 +1,4 @@
-"""A model's `config.json`: its settings are read one by one, and all mistakes are told at once."""
+"""A model's `config.json`: settings are read one by one, and all mistakes are reported together."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,15 @@ _REQUIRED: Any = object()
 
 
 class Config:
-    """Settings by name, of the language model where there are several. What is `null` is as good as not there.
+    """Settings by name; of the language model if the config has several models. `null` counts as missing.
 
-    Each method takes the names that a setting goes by, `a.b` for one in an object, and what it is where none is there.
-    What it returns for a mistake does not matter, as `check` raises; it is of the right type.
+    Each method takes the names that a setting has in different files, `a.b` for `b` in the object `a`, and a default
+    for files without it. If the setting is wrong, the mistake is recorded for `check`, which raises, and the method
+    returns some value of the right type.
 
     Attributes:
-        layer: The number of the layer whose settings are read.
-        kind: What kind of layer that is.
+        layer: The index of the layer whose settings are read.
+        kind: The kind of that layer.
     """
 
     def __init__(self, config: Any) -> None:
@@ -48,46 +49,44 @@ class Config:
         return self._typed(names, default, "true or false", lambda x: type(x) is bool, False)
 
     def numbers(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """A tuple of them."""
-        found = self._typed(
-            names,
-            default,
-            "a list of numbers",
-            lambda x: isinstance(x, list | tuple) and all(type(each) in (int, float) for each in x),
-            (),
-        )
-        return tuple(found) if isinstance(found, list) else found
+        """A tuple of numbers."""
+
+        def fits(x: Any) -> bool:
+            return isinstance(x, list | tuple) and all(type(each) in (int, float) for each in x)
+
+        value = self._typed(names, default, "a list of numbers", fits, ())
+        return tuple(value) if isinstance(value, list) else value
 
     def product(self, name: str, factor: str, default: float) -> int:
-        """The size `name` times the number `factor`, which has to be whole."""
+        """The size `name` times the number `factor`, which has to be an integer."""
         size, times = self.size(name), self.number(factor, default=default)
         if int(size * times) != size * times:
             self.mistakes.append(f"{factor}: got {times}; expected a number that makes {name}, {size}, a whole one")
         return int(size * times)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """A setting that layers here know but one value of, or a few; `None` among them is that it is not there."""
-        if (found := self.get(name)) not in allowed:
+        """Refuses a setting unless it has one of the values that layers support; `None` allows a missing setting."""
+        if (value := self.get(name)) not in allowed:
             expected = " or ".join("nothing" if each is None else repr(each) for each in allowed)
-            self.mistakes.append(f"{name}: got {found!r}; expected {expected}, as the layer has nothing else")
+            self.mistakes.append(f"{name}: got {value!r}; expected {expected}, as the layer has nothing else")
 
     def rotation(self, head_dim: int | None, theta: float, share: float = 1.0) -> dict[str, Any]:
-        """`rope_theta`, `rotary_dim` and `rope_scaling`, from any of the ways to say it.
+        """`rope_theta`, `rotary_dim` and `rope_scaling`, from any of the places where files have them.
 
-        `theta` and the `share` of `head_dim` that is rotated are those of a config that says nothing of them.
+        `theta`, and the `share` of `head_dim` that is rotated, are defaults for configs without them.
         """
         places = (f"rope_parameters.{self.kind}", "rope_parameters", "rope_scaling")
-        given = self.get(*places, default={})
-        if not isinstance(given, Mapping):
-            self.mistakes.append(f"rope_parameters: got {type(given).__name__}; expected an object")
+        scaling = self.get(*places, default={})
+        if not isinstance(scaling, Mapping):
+            self.mistakes.append(f"rope_parameters: got {type(scaling).__name__}; expected an object")
             return {}
-        name = given.get("rope_type", given.get("type", "default"))
+        name = scaling.get("rope_type", scaling.get("type", "default"))
         if name not in SCALINGS:
             self.mistakes.append(f"rope_parameters.rope_type: got {name!r}; expected one of {', '.join(SCALINGS)}")
         theta = self.number(*(f"{place}.rope_theta" for place in places), "rope_theta", default=theta)
         names = (*(f"{place}.partial_rotary_factor" for place in places), "partial_rotary_factor")
         share = self.number(*names, default=share)
-        options = {"rope_theta": float(theta), "rope_scaling": None if name == "default" else dict(given)}
+        options = {"rope_theta": float(theta), "rope_scaling": None if name == "default" else dict(scaling)}
         if name != "proportional" and share != 1 and head_dim is not None:
             options["rotary_dim"] = int(head_dim * share)
         return options
@@ -100,7 +99,7 @@ class Config:
             raise ValueError("\n  ".join([f"{first}; expected those of {model}", *mistakes]))
 
     def _found(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-        """The first setting there is, with its name."""
+        """The first of these settings that the config has, with its name."""
         for name in names:
             found: Any = self.values
             for part in name.split("."):
@@ -123,7 +122,7 @@ class Config:
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """What `from_config` is called with: a dict, what has `to_dict`, or the path of a `config.json` or its folder."""
+    """A config as a dict: from a dict, an object with `to_dict`, or the path of a `config.json` or its folder."""
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         return read_json(path / "config.json" if path.is_dir() else path)

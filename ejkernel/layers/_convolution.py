@@ -1,4 +1,4 @@
-"""The short convolution over tokens that published layers put before their recurrence."""
+"""The short convolution that published layers apply before their recurrence."""
 
 import functools
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from ejkernel.layers._tokens import Sequences
 
 
 class ShortConvolution(nnx.Module):
-    """Each channel mixed with its own last `size - 1` tokens: `silu(Σ_l kernel[size - 1 - l] · x_{t-l} + bias)`.
+    """A depthwise convolution over tokens: `silu(Σ_l kernel[size - 1 - l] · x_{t-l} + bias)`.
 
-    `widths` are the channels of the arrays that it is called with, which stand side by side in its kernel.
+    It is called with several arrays, such as queries, keys and values. `widths` are their numbers of channels, which
+    are concatenated in the kernel.
     """
 
     def __init__(self, size: int, widths: Sequence[int], init: ParamInit, *, bias: bool = False) -> None:
@@ -32,40 +33,28 @@ class ShortConvolution(nnx.Module):
         return sum(self.widths)
 
     def __call__(
-        self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences
+        self, parts: Sequence[jax.Array], recent: Any, sequences: Sequences, unit_dim: int = 0
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The mixed `parts`, and the last `size - 1` tokens, which as `recent` continue the sequence.
+        """The convolved `parts`, and the last `size - 1` tokens of each sequence, which as `recent` continue it.
 
-        Parts are mixed one by one: side by side they would be copied together, and apart again. With a pool they are
-        side by side, as it is one array, which is updated where it is.
+        With a `unit_dim`, the first two parts, queries and keys, have heads of so many channels, which are divided by
+        their norms, unless `recent` is a pool of states: then the recurrence has to normalise them.
         """
-        mixed, recent, _ = self._mixed(parts, recent, sequences, (0,) * len(parts))
-        return mixed, recent
-
-    def with_units(
-        self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences, dim: int
-    ) -> tuple[list[jax.Array], jax.Array, bool]:
-        """As a call, with the heads of `dim` of queries and keys, the first two parts, divided by their norms.
-
-        The last result is whether that is left to the op, as its `normalize`, which it is with a pool.
-        """
-        return self._mixed(parts, recent, sequences, (dim, dim, *[0] * (len(parts) - 2)))
-
-    def _mixed(
-        self, parts: Sequence[jax.Array], recent: jax.Array | None, sequences: Sequences, units: Sequence[int]
-    ) -> tuple[list[jax.Array], jax.Array, bool]:
-        """The mixed parts, the last tokens, and whether none of the parts has heads that are divided by their norms."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if isinstance(recent, _checks.Pool):
-            x = jnp.concatenate(parts, -1)
-            whole, pool = causal_conv1d(x, kernel, bias, "silu", recent, **sequences.keywords)
-            return self._split(whole), pool, True
-        found = []
-        for x, taps, b, state, unit_dim in zip(parts, *map(self._split, (kernel, bias, recent)), units, strict=True):
-            run = functools.partial(unit_conv1d, unit_dim=unit_dim) if unit_dim else causal_conv1d
-            found.append(run(x, taps, b, "silu", state, **sequences.keywords))
-        return [each for each, _ in found], jnp.concatenate([state for _, state in found], -1), not any(units)
+            # a pool is one array that is updated in place, so the parts have to be one array too
+            pool: Any = recent
+            output, pool = causal_conv1d(jnp.concatenate(parts, -1), kernel, bias, "silu", pool, **sequences.keywords)
+            return self._split(output), pool
+        outputs, states = [], []
+        # one call for each part: concatenating and splitting them would copy all of them twice
+        for i, (x, taps, b, state) in enumerate(zip(parts, *map(self._split, (kernel, bias, recent)), strict=True)):
+            run = functools.partial(unit_conv1d, unit_dim=unit_dim) if unit_dim and i < 2 else causal_conv1d
+            output, state = run(x, taps, b, "silu", state, **sequences.keywords)
+            outputs.append(output)
+            states.append(state)
+        return outputs, jnp.concatenate(states, -1)
 
     def _split(self, x: jax.Array | None) -> list[Any]:
-        """Each part's channels of `x`, if there is one."""
+        """The channels of `x` that belong to each part; `None` for each if there is no `x`."""
         return [None] * len(self.widths) if x is None else jnp.split(x, np.cumsum(self.widths[:-1]), -1)

@@ -1,4 +1,4 @@
-"""Published families of models, by `model_type`: which layers they have, and what their `config.json` says of each."""
+"""Families of published models, by `model_type`: their layers, and how their `config.json` describes each."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,18 +9,22 @@ from ejkernel.layers._config import Config
 
 Options = dict[str, Any]
 Read = Callable[[Config], Options]
-Usual = str | Callable[[Config, int], str]
+# the kind of each layer, given its index, or one kind for all
+DefaultKinds = str | Callable[[Config, int], str]
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-# other words for them in files, and the letters of Nemotron-H's pattern
+# other names in files, and the letters of Nemotron-H's pattern
 _KINDS = {"mamba": LINEAR, "kda": LINEAR, "M": LINEAR, "attention": FULL, "*": FULL, "E": "moe", "-": "mlp"}
 
 
 class Mixer(NamedTuple):
-    """One of the layers here in a model: its class, its options but for `width`, the function that takes its weights.
+    """A layer of this package in a model.
 
-    `folders` are what it is called within a layer of the model. Among the options may be `interleaved`, which is of the
-    weights and not of the layer.
+    Attributes:
+        layer: The name of its class.
+        options: Its arguments other than `width`, from the config; also `interleaved`, an argument of `load`.
+        load: The name of the class method that loads its weights.
+        folders: The names that it has within a layer of the model, in different files.
     """
 
     layer: str
@@ -30,20 +34,20 @@ class Mixer(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A family: its name, the mixers of each kind of layer, and what each layer is where the config lists no kinds."""
+    """A family: its name, the mixers of each kind of layer, and the kinds for configs that do not list them."""
 
     name: str
     mixers: Mapping[str, tuple[Mixer, ...]]
-    usual: Usual
+    default_kinds: DefaultKinds
 
     def kinds(self, c: Config) -> list[str]:
-        """What each layer of the model is."""
+        """The kind of each layer of the model."""
         listed, pattern = c.get("layer_types", "layers_block_type"), c.get("hybrid_override_pattern")
         if listed is None and isinstance(pattern, str):
             listed = list(pattern)
         if listed is None:
-            usual = (lambda c, layer: self.usual) if isinstance(self.usual, str) else self.usual
-            return [usual(c, layer) for layer in range(c.size("num_hidden_layers"))]
+            numbers, default = range(c.size("num_hidden_layers")), self.default_kinds
+            return [default if isinstance(default, str) else default(c, number) for number in numbers]
         if not isinstance(listed, list | tuple):
             c.mistakes.append(f"layer_types: got {listed!r}; expected a list of names")
             return []
@@ -51,16 +55,12 @@ class Model(NamedTuple):
 
 
 def _every(count: Callable[[Config], int] | int, most: str, last: str) -> Callable[[Config, int], str]:
-    """Of `count` layers the last is of another kind."""
-
-    def usual(c: Config, layer: int) -> str:
-        return most if (layer + 1) % (count if isinstance(count, int) else count(c)) else last
-
-    return usual
+    """Groups of `count` layers, of which the last is of another kind."""
+    return lambda c, layer: most if (layer + 1) % (count if isinstance(count, int) else count(c)) else last
 
 
 def _named(*names: str, first: int = 0) -> Callable[[Config, int], str]:
-    """Full attention in the layers that a setting lists, counted from `first`."""
+    """Full attention in the layers that one of these settings lists, which counts from `first`."""
     return lambda c, layer: FULL if layer + first in c.get(*names, default=()) else LINEAR
 
 
@@ -71,7 +71,7 @@ def _kimi_kind(c: Config, layer: int) -> str:
 
 
 def _ling_kind(c: Config, layer: int) -> str:
-    """Linear but for the last of a group, in whole groups."""
+    """Linear attention, except in the last layer of each group and in an incomplete group."""
     size = c.size("layer_group_size", default=6)
     return FULL if (layer + 1) % size == 0 or layer >= c.size("num_hidden_layers") // size * size else LINEAR
 
@@ -109,7 +109,7 @@ def _olmo_gated_delta_net(c: Config) -> Options:
         "value_dim": c.size("linear_value_head_dim", default=2 * key_dim),
         "convolution": c.size("linear_conv_kernel_dim", default=4),
         "negative_eigenvalues": c.flag("linear_allow_neg_eigval", default=True),
-        "epsilon": 1e-5,  # whatever the config says of other norms
+        "epsilon": 1e-5,  # the config's epsilon is for other norms
     }
 
 
@@ -132,12 +132,17 @@ def _fla_gated_delta_net(c: Config) -> Options:
 
 
 def _fla_kda(c: Config) -> Options:
-    own = {"gate_bias": True, "lower_bound": c.number("lower_bound", default=None)}
-    return {"heads": c.size("num_heads"), "head_dim": c.size("head_dim"), **own, **_fla_delta(c, 1.0)}
+    return {
+        "heads": c.size("num_heads"),
+        "head_dim": c.size("head_dim"),
+        "gate_bias": True,
+        "lower_bound": c.number("lower_bound", default=None),
+        **_fla_delta(c, 1.0),
+    }
 
 
 def _kda(c: Config) -> Options:
-    """Kimi Linear's, Kimi-K3's and, but for its bound, GLM-5.3-Flash's."""
+    """Kimi Linear, Kimi-K3 and, except for the bound, GLM-5.3-Flash."""
     return {
         "heads": c.size("linear_num_heads", "linear_attn_config.num_heads"),
         "head_dim": c.size("linear_head_dim", "linear_attn_config.head_dim"),
@@ -170,7 +175,7 @@ def _ling_kda(c: Config) -> Options:
 
 
 def _retention(c: Config, expand_k: float = 1.0, expand_v: float = 2.0) -> Options:
-    """fla's RetNet, whose model leaves `use_short_conv` alone."""
+    """fla's RetNet, which ignores `use_short_conv`."""
     c.only("feature_map", None)
     c.only("use_output_gate", True, None)
     c.only("hidden_act", "swish", "silu", None)
@@ -201,7 +206,7 @@ def _lightning(c: Config) -> Options:
 
 
 def _mamba(c: Config, heads: int, head_dim: int, state_dim: int, groups: int) -> Options:
-    """What all families have in common; `groups` is how many where the config does not say."""
+    """What all families have in common; `groups` is the default."""
     return {
         "heads": heads,
         "head_dim": head_dim,
@@ -216,12 +221,12 @@ def _mamba(c: Config, heads: int, head_dim: int, state_dim: int, groups: int) ->
 
 
 def _time_step_limit(c: Config) -> Any:
-    """JSON has no infinity: files have a name, an object of one, or null for it."""
-    given = c.get("time_step_limit", default=(0.0, math.inf))
-    if isinstance(given, list | tuple) and len(given) == 2:
+    """JSON has no infinity: files have its name, an object with it, or null."""
+    limits = c.get("time_step_limit", default=(0.0, math.inf))
+    if isinstance(limits, list | tuple) and len(limits) == 2:
         infinite = (None, "inf", "Infinity", {"__float__": "Infinity"})
-        return tuple(math.inf if each in infinite else each for each in given)
-    c.mistakes.append(f"time_step_limit: got {given!r}; expected the shortest and the longest")
+        return tuple(math.inf if each in infinite else each for each in limits)
+    c.mistakes.append(f"time_step_limit: got {limits!r}; expected the shortest and the longest")
     return None
 
 
@@ -236,12 +241,12 @@ def _nemotron_mamba2(c: Config) -> Options:
 
 
 def _bamba_mamba2(c: Config) -> Options:
-    """Bamba's, Granite 4's and, of Falcon-H1's, the sizes."""
+    """Bamba, Granite 4, and the sizes of Falcon-H1."""
     c.only("hidden_act", "silu", None)
     heads = c.size("mamba_n_heads")
     width = c.size("mamba_d_ssm", default=None) or c.product("hidden_size", "mamba_expand", 2)
-    given = c.get("mamba_d_head", default="auto") != "auto"
-    return _mamba(c, heads, c.size("mamba_d_head") if given else width // heads, c.size("mamba_d_state"), 1)
+    automatic = c.get("mamba_d_head", default="auto") == "auto"
+    return _mamba(c, heads, width // heads if automatic else c.size("mamba_d_head"), c.size("mamba_d_state"), 1)
 
 
 def _zamba_mamba2(c: Config) -> Options:
@@ -261,13 +266,13 @@ def _falcon_mamba2(c: Config) -> Options:
         "out_bias": c.flag("projectors_bias", default=False),
         "norm": c.flag("mamba_rms_norm", default=False),
         "norm_before_gate": c.flag("mamba_norm_before_gate", default=True),
-        # what the input is multiplied by, all that is made of it is
+        # the factor of the input is a factor of all its projections
         "multipliers": tuple(first * each for each in c.numbers("ssm_multipliers", default=(1.0,) * 5)),
     }
 
 
 def _attention(c: Config, theta: float | None = 10000.0, share: float = 1.0, **more: Any) -> Options:
-    """Llama's, whose settings others have too: with another base of the rotation, or none, and options of their own."""
+    """Llama, and others with the same settings; `theta` and `share` are defaults of the rotation, `None` is without."""
     heads = c.size("num_attention_heads")
     head_dim = c.size("head_dim", default=c.size("hidden_size") // heads)
     return {
@@ -293,7 +298,7 @@ def _gemma2_attention(c: Config, theta: float = 10000.0) -> Options:
 def _gemma3_attention(c: Config) -> Options:
     options = _gemma2_attention(c, 1e6) | {"norm": True}
     if c.kind == SLIDING and c.get("rope_parameters") is None:
-        # older files: `rope_theta` and `rope_scaling` are those of full attention alone
+        # in older files, `rope_theta` and `rope_scaling` are only for full attention
         options |= {"rope_theta": c.number("rope_local_base_freq", default=10000.0), "rope_scaling": None}
     return options
 
@@ -308,15 +313,15 @@ def _gemma4_attention(c: Config) -> Options:
     options = _attention(c, norm=True, value_norm=True, softmax_scale=1.0)
     if c.kind == FULL:
         same = options["values_are_keys"] = c.flag("attention_k_eq_v", default=False)
-        # by the number of a layer, or for all of full attention
+        # settings of the layer, or of all layers of full attention
         names = [f"per_layer_config.{number}" for number in (c.layer, f"{c.layer:02}")]
         options["head_dim"] = c.size(*(f"{name}.head_dim" for name in names), "global_head_dim", default=512)
         of_layer = [f"{name}.num_key_value_heads" for name in names]
         of_all = ["num_global_key_value_heads"] if same else []
         options["kv_heads"] = c.size(*of_layer, *of_all, default=options["kv_heads"])
     if c.get("rope_parameters") is None and c.kind == FULL:
-        usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-        options |= {"rope_theta": 1e6, "rope_scaling": usual}
+        scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        options |= {"rope_theta": 1e6, "rope_scaling": scaling}
     return options
 
 
@@ -336,7 +341,7 @@ def _granite_attention(c: Config) -> Options:
 
 
 def _latent_attention(c: Config, theta: float | None = 10000.0) -> Options:
-    """DeepSeek V3's and Kimi-K2's."""
+    """DeepSeek V3 and Kimi-K2."""
     key_dim, rotary_dim = c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim")
     rotation = {"rope_theta": None} if theta is None else c.rotation(None, theta)
     scale, scaling = (key_dim + rotary_dim) ** -0.5, rotation.get("rope_scaling") or {}
@@ -357,13 +362,13 @@ def _latent_attention(c: Config, theta: float | None = 10000.0) -> Options:
 
 
 def _kimi_latent_attention(c: Config) -> Options:
-    """Kimi Linear's and Kimi-K3's, without rotation."""
+    """Kimi Linear and Kimi-K3, which have no rotation."""
     c.only("mla_use_nope", True, None)
     gated = c.flag("mla_use_output_gate", default=False)
     return _latent_attention(c, None) | {
         "interleaved": False,
         "output_gate": "dim" if gated else None,
-        # in Kimi-K3 that of all norms
+        # Kimi-K3 has one epsilon for all norms
         "epsilon": c.number("rms_norm_eps", default=1e-5) if gated else 1e-6,
     }
 
@@ -397,20 +402,20 @@ def _fla(name: str, layer: str, options: Read) -> Model:
     return Model(f"fla's {name}", {LINEAR: (mixer,)}, _named("attn.layers"))
 
 
-def _softmax(name: str, options: Read, usual: Usual = FULL, load: str = "from_transformers") -> Model:
+def _softmax(name: str, options: Read, default_kinds: DefaultKinds = FULL, load: str = "from_transformers") -> Model:
     mixers = (Mixer("MultiHeadAttention", options, load),)
-    return Model(name, {FULL: mixers, SLIDING: mixers}, usual)
+    return Model(name, {FULL: mixers, SLIDING: mixers}, default_kinds)
 
 
 def _mamba_hybrid(
     name: str,
     mamba: Read,
     attention: Read,
-    usual: Usual = LINEAR,
+    default_kinds: DefaultKinds = LINEAR,
     folders: tuple[str, str] = ("mamba", "self_attn"),
 ) -> Model:
     mixers = Mixer("Mamba2", mamba, folders=folders[:1]), Mixer("MultiHeadAttention", attention, folders=folders[1:])
-    return Model(name, {LINEAR: mixers[:1], FULL: mixers[1:], "hybrid": mixers}, usual)
+    return Model(name, {LINEAR: mixers[:1], FULL: mixers[1:], "hybrid": mixers}, default_kinds)
 
 
 _GEMMA3 = _softmax(

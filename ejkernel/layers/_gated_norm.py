@@ -1,4 +1,4 @@
-"""The norm and the output gate of a layer with a memory, as one internal op."""
+"""The norm and the output gate of a recurrent layer, as one internal op."""
 
 import math
 from typing import Literal
@@ -23,13 +23,13 @@ def normed_and_gated(
     value: jax.Array | None = None,
     skip: jax.Array | None = None,
 ) -> jax.Array:
-    """`norm` of each of the heads `x […, T, H, D]`, times the activated `gate […, T, H · D]`; heads side by side.
+    """`norm` of each head of `x […, T, H, D]`, times the activated `gate […, T, H · D]`; returned as `[…, T, H · D]`.
 
-    The norm has one scale for all heads, or one for each side by side. The gate comes before it with `gate_first`.
-    `skip [H · D]` times `value` is added to `x` first; then each head has a scale.
+    The norm's scale is `[D]` for all heads, or `[H · D]`. With `gate_first`, `x` is multiplied by the gate before the
+    norm instead. If `skip [H · D]` is given, `skip · value` is added to `x` first, and the scale is `[H · D]`.
     """
     T, heads, dim = x.shape[-3:]
-    own_scales = skip is not None or norm.scale.shape != (dim,)
+    scale_per_head = skip is not None or norm.scale.shape != (dim,)
     call = Call(
         batch=math.prod(x.shape[:-3]),
         tokens=T,
@@ -38,16 +38,16 @@ def normed_and_gated(
         epsilon=norm.epsilon,
         activation=activation,
         gate_first=gate_first,
-        shared_scale=not own_scales,
+        shared_scale=not scale_per_head,
         dtype=np.dtype(gate.dtype),
     )
-    whole, of_heads = (call.batch, T, heads, dim), (heads, dim)
+    shape, per_head = (call.batch, T, heads, dim), (heads, dim)
     inputs = Inputs(
-        x.reshape(whole),
-        gate.reshape(whole),
-        norm.scale[...].reshape(of_heads if own_scales else dim),
-        None if value is None else value.reshape(whole),
-        None if skip is None else skip.reshape(of_heads),
+        x.reshape(shape),
+        gate.reshape(shape),
+        norm.scale[...].reshape(per_head if scale_per_head else dim),
+        None if value is None else value.reshape(shape),
+        None if skip is None else skip.reshape(per_head),
     )
     if _is_left_to_xla(call, inputs):
         return xla.gated_norm(call, inputs).reshape(gate.shape)
@@ -55,7 +55,7 @@ def normed_and_gated(
 
 
 def _is_left_to_xla(call: Call, inputs: Inputs) -> bool:
-    """Whether devices share, or may share, tokens or what is normalised together: for a kernel it would be gathered."""
+    """Whether tokens or normalised dims are, or may be, sharded: a kernel would gather them, XLA does not."""
     if any(axes for each in inputs[:2] for axes in _sharding.spec_of(each)[1::2]):
         return True
     if call.shared_scale or jax.device_count() == 1:

@@ -1,4 +1,4 @@
-"""What gated linear attention and retention share, as flash-linear-attention has it."""
+"""The base class of gated linear attention and retention, as flash-linear-attention has them."""
 
 import jax
 
@@ -11,7 +11,7 @@ from ejkernel.layers._tokens import Sequences
 
 
 class GatedOutputLayer(RecurrentLayer):
-    """Queries, keys and values, perhaps convolved, and an output that is normalised per head and gated by SiLU."""
+    """Projections to queries, keys and values, an optional convolution, a norm per head and an output gate by SiLU."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GatedOutputLayer(RecurrentLayer):
     def _projected(
         self, x: jax.Array, state: RecurrentState, sequences: Sequences
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Queries, keys and values by heads, and the convolution's last tokens."""
+        """The heads of queries, keys and values, and the convolution's last tokens."""
         parts, recent = [self.query(x), self.key(x), self.value(x)], None
         if self.convolution is not None:
             parts, recent = self.convolution(parts, state.recent, sequences)

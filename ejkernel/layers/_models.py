@@ -1,4 +1,4 @@
-"""Published models: a layer here from the `config.json` and the files of a model that has it."""
+"""Layers of published models, from a model's `config.json` and weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -10,7 +10,7 @@ from ejkernel.layers import _weights
 from ejkernel.layers._config import Config
 from ejkernel.layers._families import MODELS, Mixer, Model
 
-# what comes before `layers.` in published files, and in transformers' modules
+# prefixes of `layers.` in published files, and in transformers' modules
 _ROOTS = (
     "model.",
     "backbone.",
@@ -23,7 +23,7 @@ _ROOTS = (
 
 
 class Published(nnx.Module):
-    """A layer that models are published with: `from_config` makes it as a model has it."""
+    """The base class of all layers: `from_config` creates a layer of a published model."""
 
     @classmethod
     def from_config(
@@ -36,41 +36,41 @@ class Published(nnx.Module):
         rngs: nnx.Rngs | None = None,
         **options: Any,
     ) -> Self:
-        """This layer as a model has it, with its sizes and options from the model's `config.json`.
+        """This layer of a published model, with sizes and options from the model's `config.json`.
 
         Args:
-            config: The model's `config.json` as a dict, its path or that of its folder, or an object with `to_dict`, as
-                transformers' are.
-            layer: Which of the model's layers, from 0; it has to be one of this kind.
-            weights: The model's, whose are taken: arrays by name, or the path of a safetensors file, of its index or of
-                their folder. `None` makes new ones.
-            prefix: What this layer's names in `weights` begin with; `None` finds it, as the model is published.
-            rngs: Random keys for the initial parameters, where there are no `weights`.
-            **options: The layer's own, as `dtype` and `param_dtype`, in place of those of the config.
+            config: The model's `config.json` as a dict, its path or that of its folder, or an object with `to_dict`,
+                as transformers' configs are.
+            layer: The index of the layer in the model, from 0; the model has to have this kind of layer there.
+            weights: The model's weights: arrays by name, or the path of a safetensors file, of its index or of their
+                folder. `None` initialises new parameters.
+            prefix: The prefix of this layer's names in `weights`; `None` finds it for models as they are published.
+            rngs: Random keys for the initial parameters, if there are no `weights`.
+            **options: Arguments of the layer, such as `dtype` and `param_dtype`, which override the config.
 
         Raises:
-            ValueError: The model has no such layer, or is not known; or settings, or names and shapes of `weights`, do
-                not fit, all of which are listed.
+            ValueError: The model has no such layer, or is unknown. Or settings, or names and shapes of `weights`, do
+                not fit; the message lists all of them.
         """
         read = Config(config)
         if type(layer) is not int:
             raise TypeError(f"layer: got {type(layer).__name__}; expected an int")
         model, mixer = _mixer(cls.__name__, read, layer)
-        found = {"width": read.size("hidden_size"), **mixer.options(read), **options}
+        arguments = {"width": read.size("hidden_size"), **mixer.options(read), **options}
         read.check(model.name)
         if weights is None:
             if rngs is None:
                 raise TypeError("rngs: got None; expected nnx.Rngs, or weights to take")
-            found.pop("interleaved", None)
-            return cls(**found, rngs=rngs)  # type: ignore[call-arg]
+            arguments.pop("interleaved", None)
+            return cls(**arguments, rngs=rngs)  # type: ignore[call-arg]
         weights = _weights.as_mapping(weights)
         if prefix is None:
             prefix = _prefix(weights, layer, mixer.folders)
-        return getattr(cls, mixer.load)(weights, **found, prefix=prefix)
+        return getattr(cls, mixer.load)(weights, **arguments, prefix=prefix)
 
 
 def mixers(config: Any) -> list[tuple[type[Published], ...]]:
-    """The layers here that each layer of a published model has: one, several side by side, or none.
+    """For each layer of a published model, the layers of this package that it has: one, several in parallel, or none.
 
     Args:
         config: As `from_config` takes it.
@@ -80,7 +80,7 @@ def mixers(config: Any) -> list[tuple[type[Published], ...]]:
         >>> [[kind.__name__ for kind in kinds] for kinds in mixers(config)]
         [['Mamba2'], [], ['MultiHeadAttention']]
     """
-    from ejkernel import layers  # which import this module
+    from ejkernel import layers  # not at the top: layers import this module
 
     read = Config(config)
     if read.model_type not in MODELS:
@@ -92,7 +92,7 @@ def mixers(config: Any) -> list[tuple[type[Published], ...]]:
 
 
 def _mixer(kind: str, config: Config, layer: int) -> tuple[Model, Mixer]:
-    """The model, and the mixer `kind` of its layer `layer`, which `config` reads from here on."""
+    """The model, and the mixer of class `kind` in its layer `layer`, whose settings `config` reads from here on."""
     with_kind = {name: each for name, each in MODELS.items() if kind in _layers_of(each)}
     if config.model_type not in with_kind:
         expected = f"one that has a {kind}: {', '.join(sorted(with_kind))}"
@@ -116,6 +116,6 @@ def _layers_of(model: Model) -> set[str]:
 
 
 def _prefix(weights: Mapping[str, Any], layer: int, folders: Sequence[str]) -> str:
-    """What the layer's names begin with, of the ways that models are published; the first if there is none."""
+    """The prefix of the layer's names among `weights`: the first of the known prefixes with which any name begins."""
     candidates = [f"{root}layers.{layer}.{folder}." for root in _ROOTS for folder in folders]
     return next((each for each in candidates if any(str(name).startswith(each) for name in weights)), candidates[0])

@@ -1,4 +1,4 @@
-"""One token of a layer with a memory: what is between its projections, as one internal op."""
+"""Decoding: what a layer does to one token between its projections, as internal ops with kernels of their own."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from ejkernel.layers._tokens import Sequences
 
 
 class Heads(NamedTuple):
-    """Heads of `dim` numbers in a projection of one token, `[B, groups · width]`, from `offset` on in each group."""
+    """Heads of size `dim` in the output of a projection, `[rows, groups · width]`, from `offset` on in each group."""
 
     projected: jax.Array
     dim: int
     groups: int = 1
     offset: int = 0
-    heads: int | None = None  # how many; `None` is all that there is room for
+    heads: int | None = None  # how many; `None` is as many as fit
 
     def grouped(self) -> jax.Array:
         return self.projected.reshape(self.projected.shape[0], self.groups, -1)
@@ -39,25 +39,25 @@ class Heads(NamedTuple):
 
 
 def applies(x: jax.Array, sequences: Sequences) -> bool:
-    """Whether `x` is a single token of each row, all on one device as far as types say."""
-    alone = sequences.cu_seqlens is None and sequences.segment_ids is None
-    return alone and x.shape[1] == 1 and x.size > 0 and not _sharding.explicit_mesh(x)
+    """Whether `x` is a single token of each row, and not sharded as far as its type says."""
+    plain = sequences.cu_seqlens is None and sequences.segment_ids is None
+    return plain and x.shape[1] == 1 and x.size > 0 and not _sharding.explicit_mesh(x)
 
 
 def in_two_rows(step: Callable[..., tuple[jax.Array, Any]], x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """`step(x, state)`; of a single row `x [1, 1, width]`, on GPUs, the first row of a step of two.
+    """`step(x, state)`, but on GPUs a single row `x [1, 1, width]` is duplicated, while the state is not.
 
-    There XLA writes the products of one row with a matrix to memory, and reads them again to add them up: three times
-    the matrix' bytes.
+    XLA computes a matrix-vector product on GPUs by writing all products to memory before it sums them, which moves
+    three times the bytes of the matrix; a product with two rows does not.
     """
     if x.shape[0] > 1:
         return step(x, state)
 
-    def of_two(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def duplicated(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         output, state = step(jnp.concatenate([x, x]), state)
         return output[:1], state
 
-    return jax.lax.platform_dependent(x, state, cuda=of_two, default=step)
+    return jax.lax.platform_dependent(x, state, cuda=duplicated, default=step)
 
 
 def rotate_and_store(
@@ -74,12 +74,12 @@ def rotate_and_store(
     value_norm: bool,
     epsilon: float,
 ) -> rotary.call.Results:
-    """The queries `[B, 1, H, D]` of a token, and the caches with its keys and values, as `kernels.rotary.Call` says."""
+    """A token's queries `[B, 1, H, D]`, and the caches with its keys and values; `kernels.rotary.Call` says how."""
     call = rotary.call.Call(
         batch=keys.shape[0],
-        query=query.view(),
-        key=key.view(),
-        value=value.view(),
+        queries=query.view(),
+        keys=key.view(),
+        values=value.view(),
         capacity=keys.shape[1],
         pairs=0 if rotation is None else len(rotation.frequencies),
         factor=1.0 if rotation is None else rotation.factor,
@@ -125,11 +125,10 @@ def run(
     output_gate: Heads | None = None,
     activation: Literal["silu", "sigmoid"] = "silu",
 ) -> Results:
-    """The step that `kernels.step.Call` describes, of a layer's `state`; outputs are `[rows, 1, H · V]`.
+    """The step that `kernels.step.Call` describes, from a layer's `state`; the output is `[rows, 1, H · V]`.
 
-    Projections may have more rows than the state, which are copies of its own, and so has the output then.
-
-    `channels` are the convolution's first of queries, of keys and of values, which stand in this order if it is `None`.
+    Projections and the output may have more rows than the state: copies of the state's rows. `channels` says where
+    queries, keys and values begin among the convolution's channels; `None` is one after the other.
     """
     B, H, K, _ = state.memory.shape
     if channels is None:
@@ -139,20 +138,19 @@ def run(
         batch=B,
         copies=query.projected.shape[0] // B,
         heads=H,
-        query=query.view(),
-        key=key.view(),
-        value=value.view(),
+        queries=query.view(),
+        keys=key.view(),
+        values=value.view(),
         gate=gate.view(),
         beta=None if beta is None else beta.view(),
         output_gate=None if output_gate is None else output_gate.view(),
-        rule="linear" if beta is None else "delta",
         decay=decay,
         factor=factor,
         limits=limits,
         values_by_step=values_by_step,
         beta_factor=beta_factor,
         taps=0 if convolution is None else convolution.size,
-        channels=channels,
+        first_channels=channels,
         normalize=normalize,
         scale=K**-0.5 if scale is None else scale,
         epsilon=None if norm is None else norm.epsilon,
@@ -175,5 +173,5 @@ def run(
         skip,
         None if norm is None else norm.scale[...],
     )
-    found = dispatch(IMPLEMENTATIONS, call, *inputs)
-    return found._replace(output=found.output[:, None])
+    results = dispatch(IMPLEMENTATIONS, call, *inputs)
+    return results._replace(output=results.output[:, None])

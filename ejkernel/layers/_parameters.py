@@ -1,4 +1,4 @@
-"""Parameters of layers: how they are made and partitioned, and in which dtype they are computed with."""
+"""Parameters of layers: their initial values, their partitioning and their dtypes; and projections of few tokens."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ PROJECTED = "ejkernel_projected"
 
 
 class ParamInit:
-    """Makes a layer's parameters, from its arguments `dtype`, `param_dtype` and `rngs`."""
+    """Initialises a layer's parameters, from the layer's arguments `dtype`, `param_dtype` and `rngs`."""
 
     def __init__(self, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = None if dtype is None else _checks.floating_dtype("dtype", dtype)
@@ -32,19 +32,19 @@ class ParamInit:
         self.rngs = rngs
 
     def column_parallel(self, width: int, features: int, *, bias: bool = False) -> nnx.Linear:
-        """Into heads: `[…, width]` to `[…, features]`, whose columns are split over `MODEL_AXIS`."""
+        """A projection into heads, `[…, width]` to `[…, features]`, whose columns are sharded along `MODEL_AXIS`."""
         return self._linear(width, features, (None, MODEL_AXIS), bias)
 
     def row_parallel(self, features: int, width: int, *, bias: bool = False) -> nnx.Linear:
-        """Out of heads: `[…, features]` to `[…, width]`, summed over `MODEL_AXIS`."""
+        """A projection out of heads, `[…, features]` to `[…, width]`, which sums over `MODEL_AXIS`."""
         return self._linear(features, width, (MODEL_AXIS, None), bias)
 
     def replicated(self, width: int, features: int, *, bias: bool = False) -> nnx.Linear:
-        """`[…, width]` to `[…, features]`, few enough to have on every device."""
+        """A projection from `[…, width]` to so few `[…, features]` that every device holds all of it."""
         return self._linear(width, features, (None, None), bias)
 
     def _linear(self, rows: int, columns: int, partition: tuple[str | None, ...], bias: bool) -> nnx.Linear:
-        # annotations only: placing parameters as they are made would demand a mesh of those who have none
+        # annotations only: with eager sharding, a user without a mesh would need one
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), partition, eager_sharding=False)
         zeros = nnx.with_partitioning(nnx.initializers.zeros_init(), partition[1:], eager_sharding=False)
         return Projection(
@@ -63,16 +63,16 @@ class ParamInit:
         return jax.random.uniform(self.rngs.params(), shape, dtype, low, high)
 
     def param(self, values: jax.Array) -> nnx.Param:
-        """A handful of numbers that nothing is gained by rounding: in at least float32, as their checkpoints are."""
+        """A small parameter, kept in at least float32, as checkpoints have it."""
         return nnx.Param(values.astype(wide_dtype(self.param_dtype)))
 
     def norm(self, dims: int, epsilon: float) -> "RMSNorm":
-        """Its scale likewise: one that is stored less 1, in bfloat16, is not of bfloat16 once 1 is added."""
+        """A norm with a scale in at least float32: a bfloat16 scale that is stored less 1 may need more digits."""
         return RMSNorm(dims, epsilon, wide_dtype(self.param_dtype))
 
 
 class Projection(nnx.Linear):
-    """A linear map, whose output policies of `jax.checkpoint` know by the name `PROJECTED`."""
+    """A linear map whose output has the name `PROJECTED`, for policies of `jax.checkpoint`."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         if out_sharding is None:
@@ -81,30 +81,27 @@ class Projection(nnx.Linear):
         if math.prod(inputs.shape[:-1]) != 1:
             return checkpoint_name(product(inputs), PROJECTED)
 
-        def of_two(x: jax.Array) -> jax.Array:
-            # for a single row XLA writes all products to memory and reads them again: three times the kernel's bytes
+        def as_two_rows(x: jax.Array) -> jax.Array:
+            # for one row, XLA writes the products to memory before it sums them, which moves three times the bytes
             return product(jnp.concatenate([x, x], -2))[..., :1, :]
 
-        return checkpoint_name(jax.lax.platform_dependent(inputs, cuda=of_two, default=product), PROJECTED)
+        return checkpoint_name(jax.lax.platform_dependent(inputs, cuda=as_two_rows, default=product), PROJECTED)
 
 
 @jax.custom_jvp
-def _unjoined(arrays: Any) -> Any:
-    """A barrier around arrays for XLA's optimisations, but none around their gradients."""
+def _barrier(arrays: Any) -> Any:
+    """`jax.lax.optimization_barrier` for the arrays, but not for their gradients."""
     return jax.lax.optimization_barrier(arrays)
 
 
-@_unjoined.defjvp
-def _unjoined_jvp(primals: Any, tangents: Any) -> Any:
-    # gradients of the same array are added up first, so that devices sum them once
-    return _unjoined(*primals), tangents[0]
+@_barrier.defjvp
+def _barrier_jvp(primals: Any, tangents: Any) -> Any:
+    # without a barrier XLA adds up an array's gradients before devices exchange them
+    return _barrier(*primals), tangents[0]
 
 
 def product_sharding(x: jax.Array, kernel: jax.Array) -> jax.NamedSharding | None:
-    """On a mesh with `Explicit` axes, how `x @ kernel` is sharded: as the rows of the one and the columns of the other.
-
-    What both are sharded along is summed.
-    """
+    """The sharding of `x @ kernel` on a mesh with `Explicit` axes: that of the rows of `x` and the kernel's columns."""
     mesh = _sharding.explicit_mesh(x, kernel)
     if mesh is None:
         return None
@@ -112,35 +109,34 @@ def product_sharding(x: jax.Array, kernel: jax.Array) -> jax.NamedSharding | Non
 
 
 def parts(linear: nnx.Linear, inputs: jax.Array, sizes: Sequence[int], groups: int = 1) -> list[jax.Array]:
-    """The output of `linear` in parts of these sizes, side by side in each of the `groups` of its columns."""
+    """The output of `linear`, split into parts of these sizes within each of the `groups` of its columns."""
     slices = [slice(*each) for each in itertools.pairwise(np.cumsum([0, *sizes]))]
     tokens = math.prod(inputs.shape[:-1])
     if not isinstance(linear, Projection) or tokens < linear.in_features:
         whole = split_heads(linear(inputs), groups)
         return [merge_heads(whole[..., each]) for each in slices]
-    # a product for each part: copies of the kernel's columns are smaller than copies of the output's
-    given = inputs, linear.kernel[...], None if linear.bias is None else linear.bias[...]
-    x, kernel, bias = linear.promote_dtype(given, dtype=linear.dtype)
+    # a product for each part: slicing the kernel copies less than slicing the output
+    operands = inputs, linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    x, kernel, bias = linear.promote_dtype(operands, dtype=linear.dtype)
 
     def part(each: slice) -> jax.Array:
-        own = merge_heads(split_heads(kernel, groups)[..., each])
-        # or XLA joins small products with large ones, and copies both out of the result
-        tokens, own = _unjoined((x, own))
+        # without a barrier XLA joins small products with large ones, and copies both out of the result
+        tokens, columns = _barrier((x, merge_heads(split_heads(kernel, groups)[..., each])))
         dims = ((x.ndim - 1,), (0,)), ((), ())
-        sharding = product_sharding(x, own)
-        found = linear.dot_general(tokens, own, dims, precision=linear.precision, out_sharding=sharding)
+        sharding = product_sharding(x, columns)
+        output = linear.dot_general(tokens, columns, dims, precision=linear.precision, out_sharding=sharding)
         if bias is not None:
-            found += matching(merge_heads(split_heads(bias, groups)[..., each]), found)
-        return checkpoint_name(found, PROJECTED)
+            output += matching(merge_heads(split_heads(bias, groups)[..., each]), output)
+        return checkpoint_name(output, PROJECTED)
 
     return [part(each) for each in slices]
 
 
 def apart(x: jax.Array) -> Iterator[jax.Array]:
-    """`x [rows, 1, width]`, a few tokens without their axis, again and again, each time as a value of its own.
+    """Yields `x [rows, 1, width]` as `[rows, width]` for one projection after another, with barriers between.
 
-    XLA joins products that share their inputs, and copies their kernels together for it at every call, unless it can
-    read them where they are. It does not join products of different values.
+    XLA joins products of the same input into one, for which it may have to concatenate their kernels at every call.
+    What a barrier separates is a different input to XLA, and is not joined.
     """
     x = x[:, 0]
     while True:
@@ -149,19 +145,19 @@ def apart(x: jax.Array) -> Iterator[jax.Array]:
 
 
 def together(linears: Sequence[nnx.Linear], inputs: Iterator[jax.Array]) -> list[jax.Array]:
-    """The outputs of several projections of `apart`'s inputs, by one product if XLA reads the kernels where they are.
+    """The outputs of several projections of what `apart` yields, joined into one product where that is faster.
 
-    For GPUs it does so with up to four of them whose features are multiples of 128.
+    On GPUs, XLA joins up to four projections without copies of their kernels if their features are multiples of 128.
     """
-    fits = all(isinstance(each, Projection) and each.out_features % 128 == 0 for each in linears)
-    same = itertools.repeat(next(inputs)) if fits and len(linears) <= 4 else inputs
-    return [each(x) for each, x in zip(linears, same, strict=False)]
+    joins = all(isinstance(each, Projection) and each.out_features % 128 == 0 for each in linears)
+    shared = itertools.repeat(next(inputs)) if joins and len(linears) <= 4 else inputs
+    return [each(x) for each, x in zip(linears, shared, strict=False)]
 
 
 def side_by_side(linears: Sequence[nnx.Linear], inputs: Iterator[jax.Array]) -> tuple[jax.Array, list[int]]:
-    """What `together` returns, side by side, and where each starts."""
+    """The outputs of `together` concatenated, and where each of them starts."""
     outputs = together(linears, inputs)
-    # the widest first, as in XLA's product, of which nothing is copied then
+    # the widest first, which is the order in XLA's joined product: nothing is copied then
     order = sorted(range(len(outputs)), key=lambda each: -outputs[each].shape[-1])
     starts = [0] * len(outputs)
     for before, each in itertools.pairwise(order):
@@ -170,13 +166,13 @@ def side_by_side(linears: Sequence[nnx.Linear], inputs: Iterator[jax.Array]) -> 
 
 
 def _in_dtype_of_first(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
-    """All of `arrays` in `dtype`, or in the first one's: Flax's default would make a bfloat16 input float32."""
+    """All `arrays` in `dtype`, or in that of the first: Flax's default would promote a bfloat16 input to float32."""
     dtype = arrays[0].dtype if dtype is None else dtype
     return tuple(None if each is None else each.astype(dtype) for each in arrays)  # type: ignore[return-value]
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x²) + epsilon) * scale` over the last axis, in at least float32; over `groups` of it apart."""
+    """`x / sqrt(mean(x²) + epsilon) * scale` in at least float32; means are over the last axis, or each group of it."""
 
     def __init__(self, dims: int, epsilon: float, param_dtype: DTypeLike) -> None:
         self.epsilon = _checks.positive("epsilon", epsilon)
@@ -189,13 +185,13 @@ class RMSNorm(nnx.Module):
 
 
 def unit_mean_square(x: jax.Array, epsilon: float) -> jax.Array:
-    """`x / sqrt(mean(x²) + epsilon)` over the last axis, in at least float32: a norm without a scale."""
+    """`x / sqrt(mean(x²) + epsilon)` in at least float32, with the mean over the last axis: a norm without a scale."""
     dims = x.shape[-1]
     return normalized(wide(x), dims * epsilon) * np.sqrt(dims).astype(wide_dtype(x.dtype))
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """`x` in float32, or in float64 if it is so already: what norms and gates are computed in."""
+    """`x` in the dtype that norms and gates are computed in: float64 for float64, float32 for all others."""
     return x.astype(wide_dtype(x.dtype))
 
 
@@ -204,7 +200,7 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def matching(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """`parameter` in the dtype of `x`, with its last dims: nothing is left to implicit promotion."""
+    """`parameter` in the dtype and rank of `x`, so that JAX promotes nothing implicitly."""
     return parameter.astype(x.dtype).reshape(*[1] * (x.ndim - parameter.ndim), *parameter.shape)
 
 
@@ -217,14 +213,14 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def repeated(x: jax.Array, times: int) -> jax.Array:
-    """Each head of `x [..., heads, dim]` several `times`, one after the other; they are sharded as `x` is."""
+    """Each head of `x [..., heads, dim]` repeated `times`, as by `jnp.repeat`, and sharded as `x` is."""
     *rows, heads, dim = x.shape
     shared = jnp.broadcast_to(x[..., None, :], (*rows, heads, times, dim))
     return shared.reshape(*rows, heads * times, dim)
 
 
 def head_width(name: str, width: int, heads: int) -> int:
-    """How wide a head is when `heads` of them share `width` evenly."""
+    """The width of each of `heads` that share `width` evenly; an error if they do not."""
     _checks.positive_int("heads", heads)
     if _checks.positive_int(name, width) % heads:
         _checks.fail(name, width, f"a multiple of the {heads} heads")
@@ -232,7 +228,7 @@ def head_width(name: str, width: int, heads: int) -> int:
 
 
 def group_count(name: str, groups: int, heads: int, whose: str = "heads") -> int:
-    """A number of heads, each shared by a group of equally many of the `heads`."""
+    """`groups`, which has to divide `heads`."""
     _checks.positive_int(whose, heads)
     if heads % _checks.positive_int(name, groups):
         _checks.fail(name, groups, f"a divisor of the {heads} {whose}")

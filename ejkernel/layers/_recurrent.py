@@ -1,4 +1,4 @@
-"""The base of layers with a memory: what they carry from call to call, and how they are called."""
+"""The base class of recurrent layers: their state, how they are called, and how they serve."""
 
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel.kernels.step.call import Results
 from ejkernel.layers import _one_token
 from ejkernel.layers._models import Published
 from ejkernel.layers._parameters import ParamInit, wide_dtype
@@ -16,12 +17,14 @@ from ejkernel.layers._tokens import Sequences, layer_input, without_padding
 
 
 class RecurrentState(NamedTuple):
-    """What a layer with a memory carries from token to token; its size does not depend on how many there were.
+    """The state that a recurrent layer carries from token to token; its size does not depend on how many there were.
+
+    The first axis below is `[B, …]`. It is `[N, …]` for packed sequences and `[slots, …]` for a pool, for serving.
 
     Attributes:
-        memory: `[B, H, K, V]`; packed, here and below, `[N, …]`, and `[slots, …]` where it is a pool, for serving.
+        memory: `[B, H, K, V]`, the state of the recurrence.
         recent: `[B, size - 1, channels]`, the last tokens that a short convolution still needs; `None` without one.
-        position: `[B]` int32, how many tokens there were; `None` where the layer does not need it, and in a pool.
+        position: `[B]` int32, how many tokens there were; `None` in layers that do not need it, and in a pool.
     """
 
     memory: jax.Array
@@ -30,16 +33,17 @@ class RecurrentState(NamedTuple):
 
 
 Mixed = tuple[jax.Array, RecurrentState]
-# what a sequence starts from; ops and the convolution take `None` for zeros
+# the initial state of a sequence: ops and the convolution take `None` for zeros
 START = RecurrentState(None)  # type: ignore[arg-type]
 
 
 class RecurrentLayer(Published):
-    """A layer with a memory: subclasses make the parameters, `out` among them, and compute with them in `_mix`."""
+    """A recurrent layer. Subclasses create the parameters, `out` among them, and compute with them in `_mix`."""
 
-    convolution: Any = None  # or a `ShortConvolution`
+    convolution: Any = None  # a `ShortConvolution` in layers that have one
     out: nnx.Linear
     counts_tokens = False  # whether the state has a position
+    has_step = True  # whether `_step` computes single tokens, instead of `_mix`
 
     def __init__(self, width: int, memory_shape: tuple[int, int, int], init: ParamInit) -> None:
         self.width, self.memory_shape, self.dtype = _checks.positive_int("width", width), memory_shape, init.dtype
@@ -47,13 +51,13 @@ class RecurrentLayer(Published):
     def empty_cache(
         self, batch: int | ServingLimits, capacity: int | None = None, dtype: DTypeLike | None = None
     ) -> RecurrentState:
-        """The state that `batch` sequences start from, or a pool of states, for serving.
+        """The initial state of `batch` sequences, or a pool of states, for serving.
 
         Args:
-            batch: How many sequences, or `ServingLimits`, whose `slots` the pool has.
-            capacity: Not needed, as a state does not grow with the tokens; other layers take it.
-            dtype: Of the last tokens that a convolution needs; `None` is the layer's `dtype` or else float32. The
-                memory is in float32, or in float64 if this is.
+            batch: How many sequences, or `ServingLimits`, whose `slots` are the number of states in the pool.
+            capacity: Ignored, as a state does not grow with the tokens; attention layers need it.
+            dtype: The dtype of the last tokens that a convolution needs; `None` is the layer's `dtype` or else
+                float32. The recurrence's state is in float32, or in float64 if `dtype` is float64.
         """
         serving = isinstance(batch, ServingLimits)
         rows = batch.slots if isinstance(batch, ServingLimits) else _checks.positive_int("batch", batch)
@@ -77,23 +81,25 @@ class RecurrentLayer(Published):
         *,
         segment_ids: _checks.AnyArray | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
-        """Runs over the tokens of `x` and returns the output, shaped like it, and the state after them.
+        """Computes the tokens of `x` and returns the output, of the shape of `x`, and the state after them.
 
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            state: From an earlier call that this one continues; `None` starts from nothing.
-            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last one are padding: output 0, no
-                gradient, no effect. Or a `RaggedBatch`, for serving: `state` is a pool of states then, whose slots the
-                batch's sequences read and write.
-            segment_ids: To which sequence of its row each token belongs, integers `[B, T]`, instead of `cu_seqlens`. A
-                token whose id differs from the one before it starts from nothing, and the first sequence of a row from
-                `state`; the state that comes back is that after the row's last token. A negative id is padding: output
-                0, no gradient, no effect on the state. So a padded batch has its states right: give padding -1.
+            state: The state that an earlier call returned, to continue its sequences; `None` starts from zeros.
+            cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last border are padding: output 0,
+                no gradient, no effect. Or a `RaggedBatch`, for serving: `state` is then a pool of states, whose slots
+                the batch's sequences read and write.
+            segment_ids: Integers `[B, T]`, instead of `cu_seqlens`: which sequence of its row each token belongs to. A
+                token whose id differs from the one before it starts a sequence from zeros; the first sequence of a row
+                starts from `state`. The returned state is that after the row's last token. A negative id is padding:
+                output 0, no gradient, no effect on the state. In a padded batch, give padding the id -1.
         """
         dims = _checks.Dims(width=self.width, **dict(zip("HKV", self.memory_shape, strict=True)))
+        if self.convolution is not None:
+            dims.sizes |= {"recent": self.convolution.size - 1, "channels": self.convolution.channels}
         x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         start = self._checked_state(dims, state) if batch is None else self._checked_pools(dims, state, batch)
-        if start.memory is not None and _one_token.applies(x, sequences):
+        if self.has_step and start.memory is not None and _one_token.applies(x, sequences):
             return _one_token.in_two_rows(self._decode, x, start)
         mixed, state = self._mix(x, start, sequences)
         if batch is not None:
@@ -101,16 +107,16 @@ class RecurrentLayer(Published):
         return without_padding(self.out(mixed.astype(x.dtype)), sequences), state
 
     def _decode(self, x: jax.Array, state: RecurrentState) -> Mixed:
-        mixed, state = self._step(x, state)
-        return self.out(mixed.astype(x.dtype)), state
+        results = self._step(x, state)
+        return self.out(results.output.astype(x.dtype)), RecurrentState(results.memory, results.recent)
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
-        """What `out` projects, `[…, T, heads · dim]`, and the next state; `state` is `START` or an earlier one."""
+        """The input of the projection `out`, `[…, T, heads · dim]`, and the next state."""
         raise NotImplementedError
 
-    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
-        """The same for a single token `[B, 1, width]` that goes on from a state."""
-        return self._mix(x, state, Sequences())
+    def _step(self, x: jax.Array, state: RecurrentState) -> Results:
+        """The same for a single token `[rows, 1, width]`; rows past those of the state are copies of the others."""
+        raise NotImplementedError
 
     def _checked_state(self, dims: _checks.Dims, state: Any) -> RecurrentState:
         if state is None:
@@ -120,23 +126,20 @@ class RecurrentLayer(Published):
         memory, recent, position = state
         memory = _checks.carried(dims, "state.memory", memory, "H K V")
         if self.convolution is not None:
-            dims.sizes |= {"recent": self.convolution.size - 1, "channels": self.convolution.channels}
             recent = _checks.carried(dims, "state.recent", recent, "recent channels")
         if self.counts_tokens:
             position = _checks.position(dims, "state.position", position)
         return RecurrentState(memory, recent, position)
 
     def _checked_pools(self, dims: _checks.Dims, state: Any, batch: RaggedBatch) -> RecurrentState:
-        """Pools in place of states, as ops take them for initial states, and where sequences stand."""
+        """Pools, which ops take for initial states, and the positions of the batch's sequences."""
         if not isinstance(state, RecurrentState):
             raise TypeError(f"state: got {type(state).__name__}; expected what empty_cache or an earlier call returned")
         memory, recent = _checks.floating("state.memory", state.memory), None
         dims.match("state.memory", memory, "slots H K V")
         if self.convolution is not None:
-            dims.sizes |= {"recent": self.convolution.size - 1, "channels": self.convolution.channels}
             recent = _checks.floating("state.recent", state.recent)
             dims.match("state.recent", recent, "slots recent channels")
         position = _checks.position(dims, "batch.lengths", batch.lengths)
-        # ops take a pool where they take a state
         pools: Any = [None if each is None else batch.pool(each) for each in (memory, recent)]
         return RecurrentState(pools[0], pools[1], position)

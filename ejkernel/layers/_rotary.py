@@ -1,4 +1,4 @@
-"""Rotary embedding: pairs of a head's dims are rotated by angles that grow with the token's position."""
+"""Rotary position embedding, with the frequency scalings of published models."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from ejkernel.layers._parameters import matching, wide
 
 
 class Rotary(NamedTuple):
-    """The angle of each pair of dims for one position, and what cosines and sines are multiplied by."""
+    """The frequencies by which pairs of dims are rotated, and a factor of their cosines and sines."""
 
     frequencies: tuple[float, ...]
     factor: float
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """`x [..., T, H, K]`: the two halves of its first dims rotated, the dims past twice the frequencies kept."""
+        """`x [..., T, H, K]` with dim `i` and dim `i + len(frequencies)` rotated together; later dims are unchanged."""
         half = len(self.frequencies)
         rotated, unrotated = wide(x[..., : 2 * half]), x[..., 2 * half :]
         positions = positions.reshape(*[1] * (x.ndim - 2 - positions.ndim), *positions.shape, 1, 1).astype(
@@ -33,7 +33,7 @@ class Rotary(NamedTuple):
 
 
 def rotary(dims: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Rotary:
-    """The rotation of a head's first `dims`; `scaling` is a model's `rope_scaling`, of a type in `SCALINGS`."""
+    """The rotation of a head's first `dims`; `scaling` is a model's `rope_scaling`, whose type is in `SCALINGS`."""
     if scaling is not None and not isinstance(scaling, Mapping):
         raise TypeError(f"rope_scaling: got {type(scaling).__name__}; expected a dict, as config.json has it")
     scaling = dict(scaling or {})
@@ -49,8 +49,17 @@ def rotary(dims: int, theta: float, scaling: Mapping[str, Any] | None = None) ->
     return Rotary(tuple(map(float, frequencies)), float(factor))
 
 
+def rotary_or_none(dims: int, theta: float | None, scaling: Mapping[str, Any] | None) -> Rotary | None:
+    """The rotation of a head's first `dims`; `None` if `theta` is, which no `scaling` can go with."""
+    if theta is not None:
+        return rotary(dims, _checks.positive("rope_theta", theta), scaling)
+    if scaling is not None:
+        _checks.fail("rope_scaling", repr(scaling), "None, as rope_theta is None")
+    return None
+
+
 def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """Slow pairs are slowed down by `factor`, fast ones are not, those between are interpolated."""
+    """Low frequencies are divided by `factor`, high ones unchanged, and those between interpolated."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if high <= low:
         _checks.fail("rope_scaling.high_freq_factor", high, f"a number above low_freq_factor, {low}")
@@ -60,7 +69,7 @@ def _llama3(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> t
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """As `_llama3`, but interpolating by the number of a pair than by its turns; cosines and sines are scaled."""
+    """As `_llama3`, but interpolated by the index of the pair, not its frequency; and cosines and sines are scaled."""
     pairs, length, factor = len(frequencies), scaling["original_max_position_embeddings"], scaling["factor"]
     fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
     if theta <= 1:
@@ -83,7 +92,7 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tup
             return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
         scale = scale_of(1.0)
-        # 0, as some models have it, is as good as none
+        # some models have 0, which means none
         if (mscale := scaling.get("mscale")) and (all_dim := scaling.get("mscale_all_dim")):
             mscale = _checks.positive("rope_scaling.mscale", mscale)
             scale = scale_of(mscale) / scale_of(_checks.positive("rope_scaling.mscale_all_dim", all_dim))
@@ -91,13 +100,13 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tup
 
 
 def _proportional(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """The first pairs turn as if all did, the others do not; the share that does is `partial_rotary_factor`."""
+    """The share `partial_rotary_factor` of the pairs is rotated by the frequencies of all; the others are not."""
     turning = np.arange(len(frequencies)) < int(scaling.get("partial_rotary_factor", 1.0) * len(frequencies))
     return np.where(turning, frequencies / scaling.get("factor", 1.0), 0.0), 1.0
 
 
 _STRETCHED = ("factor", "original_max_position_embeddings")
-# by `rope_type`: how frequencies are scaled, and which numbers `rope_scaling` must and may have for it
+# by `rope_type`: a function that scales frequencies, and the required and optional numbers in `rope_scaling`
 SCALINGS: dict[str, tuple[Callable[..., tuple[np.ndarray, float]], tuple[str, ...], tuple[str, ...]]] = {
     "default": (lambda frequencies, theta, scaling: (frequencies, 1.0), (), ()),
     "linear": (lambda frequencies, theta, scaling: (frequencies / scaling["factor"], 1.0), ("factor",), ()),

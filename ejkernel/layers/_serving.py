@@ -1,4 +1,4 @@
-"""Serving with layers: what a server has room for, and which tokens of which sequences a call computes."""
+"""Serving: the sizes of a server's caches and batches, and the batch of one call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,24 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _checks
-from ejkernel.paged_attention import PagedCache, write_pages
+from ejkernel.paged_attention import PagedCache
 from ejkernel.xla_utils.utils import prepare_sequence_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingLimits:
-    """What a server has room for: caches and batches have these sizes, so that its step is compiled once.
+    """The sizes of a server's caches and batches, which are fixed so that its step is compiled once.
 
     Args:
-        tokens: The most new tokens of a call.
-        sequences: The most sequences of a call.
-        slots: States in the pool of a layer with a memory; `None` if the model has no such layer.
-        pages: Pages of a layer that attends to all tokens; `None` if the model has no such layer.
-        page: Tokens of a page.
-        longest: The most tokens of a sequence; `None` is as many as the pages hold.
-        window_pages: Pages of a layer with a window, which needs fewer and has a table of its own; `None` gives it
-            `pages`, by the same table as the others.
-        checkpoints: How many states of a sequence a call may write, after the tokens that `at` says; `None` is one,
+        tokens: The maximum number of new tokens in a call.
+        sequences: The maximum number of sequences in a call.
+        slots: The number of states in the pool of a recurrent layer; `None` if the model has no such layer.
+        pages: The number of pages of an attention layer; `None` if the model has no such layer.
+        page: The number of tokens in a page.
+        longest: The maximum number of tokens in a sequence; `None` is as many as the pages hold.
+        window_pages: The number of pages of an attention layer with a window, which needs fewer; it then has a page
+            table of its own. `None` is `pages`, with the same table as other layers.
+        checkpoints: How many states of a sequence a call may write, after the tokens that `at` names; `None` is one,
             after its last token.
 
     Examples:
@@ -52,12 +52,12 @@ class ServingLimits:
 
     @property
     def places(self) -> int:
-        """Columns of a table: the pages of the longest sequence."""
+        """The number of columns of a page table: the pages of the longest sequence."""
         longest = (self.pages or 1) * self.page if self.longest is None else self.longest
         return -(-longest // self.page)
 
     def pages_of(self, window: int | None) -> int:
-        """How many pages a layer with this window has."""
+        """The number of pages of a layer with this window."""
         pages = self.pages if window is None or self.window_pages is None else self.window_pages
         if pages is None:
             _checks.fail("limits", "no pages", "pages=, as this layer keeps keys and values in them")
@@ -67,20 +67,20 @@ class ServingLimits:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
-    """New tokens of `N` sequences, packed, and where each sequence's states and pages lie; `ragged_batch` makes it.
+    """New tokens of `N` packed sequences, and the slots and pages of each sequence; `ragged_batch` creates it.
 
-    A pytree of integers, whose values may be traced. It goes where layers take `cu_seqlens`:
+    A pytree of integers, whose values may be traced. Layers take it as `cu_seqlens`:
     `output, cache = layer(x, cache, batch)`.
 
     Attributes:
-        cu_seqlens: `[N + 1]`, borders of the packed sequences; tokens past the last are padding.
+        cu_seqlens: `[N + 1]`, borders of the packed sequences; tokens past the last border are padding.
         lengths: `[N]`, how many tokens each sequence had before.
-        reads: `[N]`, the slot that each starts from; -1 starts from nothing.
-        writes: `[N]`, the slot that gets its state after its last token, -1 for none; with `at` `[N, C]`.
-        at: `[N, C]`, after how many of its new tokens a state is written; others than 0 to all of them write nowhere.
+        reads: `[N]`, the slot of each sequence's initial state; -1 starts from zeros.
+        writes: `[N]`, the slot for the state after the last token, -1 for none; with `at` `[N, C]`.
+        at: `[N, C]`, after how many of its new tokens, from 0 to all, a state is written; other numbers write nowhere.
         table: `[N, M]`, the pages of each sequence in order, -1 for none.
         window_table: `[N, M]`, the same for layers with a window, if those have pages of their own.
-        whole_prompts: Whether all sequences begin in this call; known when tracing.
+        whole_prompts: Whether all sequences begin in this call; static.
     """
 
     cu_seqlens: _checks.AnyArray
@@ -93,14 +93,14 @@ class RaggedBatch:
     whole_prompts: bool = field(default=False, metadata={"static": True})
 
     def pool(self, states: jax.Array) -> _checks.Pool:
-        """`states`, and which slots of it are read and written: what ops take for an initial state."""
+        """The pool `states` with the slots to read and write, which ops take as an initial state."""
         if self.reads is None or self.writes is None:
             _checks.fail("batch", "no slots", "reads= and writes=, as this layer keeps states")
         slots: Any = (self.reads, self.writes, self.at)
         return _checks.Pool(states, *slots)
 
     def pages(self, window: int | None) -> _checks.AnyArray:
-        """The table of a layer with this window."""
+        """The page table of a layer with this window."""
         table = self.table if window is None or self.window_table is None else self.window_table
         if table is None:
             _checks.fail("batch", "no table", "pages=, as this layer keeps keys and values in them")
@@ -108,7 +108,7 @@ class RaggedBatch:
 
 
 def rows_of_cache(batch: Any, capacity: Any, window: int | None) -> tuple[int, int]:
-    """Rows of a cache of keys and values, and the tokens of each: sequences, or pages of a layer with this window."""
+    """The number of sequences in a cache and the tokens of each, or the same of pages, for a layer with this window."""
     if not isinstance(batch, ServingLimits):
         return _checks.positive_int("batch", batch), _checks.positive_int("capacity", capacity)
     if capacity is not None:
@@ -117,34 +117,25 @@ def rows_of_cache(batch: Any, capacity: Any, window: int | None) -> tuple[int, i
 
 
 def checked_pages(
-    dims: _checks.Dims, x: jax.Array, cache: Any, batch: RaggedBatch, pattern: str, *, latent: bool = False
+    dims: _checks.Dims, x: jax.Array, cache: Any, batch: RaggedBatch, pattern: str
 ) -> tuple[PagedCache, jax.Array]:
-    """A layer's pages, whose keys and values have this `pattern`, and how many tokens each sequence had."""
+    """A layer's pages, whose axes `pattern` names, and how many tokens each sequence had; both checked."""
     dims.match("x", x, "T width")
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache: got {type(cache).__name__}; expected what empty_cache or an earlier call returned")
     dims.match("cache.key", _checks.floating("cache.key", cache.key), pattern)
-    if not latent:
+    if "latent" not in pattern.split():
         dims.match("cache.value", _checks.floating("cache.value", cache.value), pattern)
     elif cache.value is not None:
         _checks.fail("cache.value", "an array", "None, as values are made from latents")
     return cache, _checks.position(dims, "batch.lengths", batch.lengths)
 
 
-def attended_whole(
-    batch: RaggedBatch,
-    window: int | None,
-    output: jax.Array,
-    key: jax.Array,
-    value: jax.Array | None,
-    cache: PagedCache,
-) -> tuple[jax.Array, PagedCache]:
-    """The output of whole prompts, whose tokens attended to each other, and the pages with their keys and values."""
-    pages = write_pages(key, value, cache, batch.pages(window), batch.lengths, batch.cu_seqlens)
-    # a sequence that has tokens already sees too few, where nobody could tell before
+def nan_unless_new(batch: RaggedBatch, output: jax.Array) -> jax.Array:
+    """The output `[T, H, V]` of whole prompts; NaN for sequences that have earlier tokens, which it lacks."""
     sequence = prepare_sequence_ids(jnp.asarray(batch.cu_seqlens), total_tokens=output.shape[0])
     before = jnp.asarray(batch.lengths).at[sequence].get(mode="fill", fill_value=0)
-    return jnp.where((before == 0)[:, None, None], output, jnp.asarray(jnp.nan, output.dtype)), pages
+    return jnp.where((before == 0)[:, None, None], output, jnp.asarray(jnp.nan, output.dtype))
 
 
 def ragged_batch(
@@ -159,26 +150,27 @@ def ragged_batch(
     window_pages: Sequence[Sequence[int]] | None = None,
     whole_prompts: bool = False,
 ) -> RaggedBatch:
-    """A call's batch from what a scheduler has: lists with an entry for each sequence, shorter ones of any length.
+    """Creates a call's batch from a scheduler's lists, each of which has an entry for each sequence.
 
-    All values are checked, so mistakes of a scheduler are errors here, before anything is computed.
+    All values are checked, so a scheduler's mistakes are errors here, before anything is computed.
 
     Args:
-        limits: What there is room for.
+        limits: The sizes of the server's caches and batches.
         tokens: How many new tokens each sequence has: a prompt, a piece of one, one token, drafts; 0 is none.
-        lengths: How many tokens it had before; `None` is none of them any.
-        reads: The slot that its states start from; -1, or `None` for all, starts from nothing.
-        writes: The slot that gets its states after its last token, -1 for none; beside `at` a list of slots. `None`
+        lengths: How many tokens each sequence had before; `None` is 0 for all.
+        reads: The slot of each sequence's initial states; -1, or `None` for all, starts from zeros.
+        writes: The slot for each sequence's states after its last token, -1 for none; with `at` a list of slots. `None`
             writes nowhere.
-        at: For each slot in `writes`, after how many of the new tokens: from 0, what it started from, to all of them.
-        pages: Its pages in order, enough for old and new tokens; -1 for those that it has given back.
-        window_pages: The same in layers with a window, where `limits` give them pages of their own.
-        whole_prompts: All sequences begin here. Layers of softmax attention then attend among the new tokens by
-            `flash_attention` instead of reading them back from pages, which is faster, most of all in latent attention.
-            The last bits are not those of the same prompt in pieces.
+        at: For each slot in `writes`, after how many of the new tokens the state is written: from 0, the initial state,
+            to all of them.
+        pages: Each sequence's pages in order, enough for old and new tokens; -1 for pages that it has freed.
+        window_pages: The same for layers with a window, if `limits` give them pages of their own.
+        whole_prompts: Whether all sequences begin in this call. Attention layers then use `flash_attention` among the
+            new tokens instead of reading them back from pages. That is faster, most of all in latent attention, but the
+            last bits differ from those of the same prompt in pieces.
 
     Returns:
-        A `RaggedBatch` of NumPy arrays, as large as `limits` say.
+        A `RaggedBatch` of NumPy arrays, of the sizes in `limits`.
 
     Examples:
         A prompt of five tokens beside one token of a sequence that has 37:
@@ -209,24 +201,24 @@ def ragged_batch(
         room = getattr(limits, name if "pages" in name else "slots")
         if each is not None and room is None:
             _checks.fail(name, "a list", f"None, as limits have no {name if 'pages' in name else 'slots'}")
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     if limits.slots is not None:
-        found["reads"] = column("reads", reads, -1)
-        found |= _written(limits, new, count, writes, at)
-        pool = _checks.Pool(None, found["reads"], found["writes"], found.get("at"))  # type: ignore[arg-type]
+        arrays["reads"] = column("reads", reads, -1)
+        arrays |= _written(limits, new, count, writes, at)
+        pool = _checks.Pool(None, arrays["reads"], arrays["writes"], arrays.get("at"))  # type: ignore[arg-type]
         _checks.slot_values(_checks.Dims(slots=limits.slots), pool, borders)
     for name, given, table in (("pages", pages, "table"), ("window_pages", window_pages, "window_table")):
         if (room := getattr(limits, name)) is not None:
-            found[table] = _table(name, limits.sequences, count, limits.places, given, "limits.longest")
+            arrays[table] = _table(name, limits.sequences, count, limits.places, given, "limits.longest")
             sizes = _checks.Dims(P=room, page=limits.page, M=limits.places)
-            _checks.page_values(sizes, found[table], before, borders, name)
+            _checks.page_values(sizes, arrays[table], before, borders, name)
             if not (whole_prompts and name == "window_pages"):
-                _every_new_token(name, limits.page, found[table], before, new)
-    return RaggedBatch(borders, before, **found, whole_prompts=whole_prompts)
+                _check_new_tokens(name, limits.page, arrays[table], before, new)
+    return RaggedBatch(borders, before, **arrays, whole_prompts=whole_prompts)
 
 
 def _written(limits: ServingLimits, new: np.ndarray, count: int, writes: Any, at: Any) -> dict[str, np.ndarray]:
-    """`writes`, and `at` where `limits` have checkpoints."""
+    """`writes`, and `at` if `limits` have checkpoints."""
     C = limits.checkpoints
     if C is None:
         if at is not None:
@@ -237,15 +229,11 @@ def _written(limits: ServingLimits, new: np.ndarray, count: int, writes: Any, at
         slots = after.copy()
         slots[:, 0], after[:, 0] = _column(limits.sequences, count, "writes", writes, -1), new
         return {"writes": slots, "at": after}
-    given = _lists("writes", writes), _lists("at", at)
-    for n, (slots, after) in enumerate(zip(*given, strict=False)):
+    lists = {"writes": _lists("writes", writes), "at": _lists("at", at)}
+    for n, (slots, after) in enumerate(zip(*lists.values(), strict=False)):
         if len(_lists("writes", slots)) != len(_lists("at", after)):
             _checks.fail("at", f"{len(after)} of sequence {n}", f"as many as its writes, {len(slots)}")
-    names = ("writes", "at")
-    return {
-        name: _table(name, limits.sequences, count, C, each, "limits.checkpoints")
-        for name, each in zip(names, given, strict=True)
-    }
+    return {name: _table(name, limits.sequences, count, C, each, "limits.checkpoints") for name, each in lists.items()}
 
 
 def _lists(name: str, given: Any) -> Any:
@@ -255,14 +243,14 @@ def _lists(name: str, given: Any) -> Any:
 
 
 def _column(rows: int, count: int, name: str, given: Any, fill: int) -> np.ndarray:
-    """A number for each of `count` sequences, and `fill` for the others, `[rows]`; of `None` all are `fill`."""
+    """`given` for `count` sequences, padded with `fill` to `[rows]`; `None` is `fill` for all."""
     if given is None:
         return np.full(rows, fill, np.int32)
     return _table(name, rows, count, 1, [[each] for each in _lists(name, given)], "", fill)[:, 0]
 
 
 def _table(name: str, rows: int, count: int, columns: int, given: Any, limit: str, fill: int = -1) -> np.ndarray:
-    """The lists of `count` sequences, filled up to `[rows, columns]`."""
+    """The lists `given` for `count` sequences, padded with `fill` to `[rows, columns]`."""
     table = np.full((rows, columns), fill, np.int32)
     if given is None:
         return table
@@ -276,13 +264,13 @@ def _table(name: str, rows: int, count: int, columns: int, given: Any, limit: st
             _checks.fail(name, f"{len(numbers)} of sequence {n}", f"at most {columns}, by {limit}")
         if fill == 0 and (numbers < 0).any():
             _checks.fail(name, f"{numbers[0]} of sequence {n}", "a number of at least 0")
-        # numbers that int32 does not hold are none that fit
+        # numbers outside of int32 are refused later, and must not wrap around before
         table[n, : len(numbers)] = np.clip(numbers, -(2**31), 2**31 - 1)
     return table
 
 
-def _every_new_token(name: str, page: int, table: np.ndarray, before: np.ndarray, new: np.ndarray) -> None:
-    """New tokens have pages."""
+def _check_new_tokens(name: str, page: int, table: np.ndarray, before: np.ndarray, new: np.ndarray) -> None:
+    """Refuses a table without pages for all new tokens."""
     place = np.arange(table.shape[1])
     needed = (place >= (before // page)[:, None]) & (place * page < (before + new)[:, None]) & (new > 0)[:, None]
     lacking = needed & (table < 0)

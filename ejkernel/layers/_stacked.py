@@ -1,4 +1,4 @@
-"""Many layers of one kind as one, their parameters stacked: a model of any depth compiles as fast as one layer."""
+"""Stacks the parameters of equal layers, to scan over: a model of any depth compiles as fast as one layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,30 +9,30 @@ from flax import nnx
 
 from ejkernel import _checks
 
-Made = TypeVar("Made", bound=nnx.Module)
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 def stacked(
-    make: Callable[[nnx.Rngs, jax.Array], Made] | Sequence[Made],
+    make: Callable[[nnx.Rngs, jax.Array], Module] | Sequence[Module],
     count: int | None = None,
     rngs: nnx.Rngs | None = None,
     *,
     axis: str | None = None,
-) -> Made:
-    """`count` modules in one, each parameter with an axis of that size first, to go through with `jax.lax.scan`.
+) -> Module:
+    """`count` modules as one, whose parameters have a first axis of that size, for `jax.lax.scan`.
 
-    The partitioning moves with it: a kernel that is `P(None, "model")` alone is `P(axis, None, "model")` here.
+    Partitionings get an axis more too: a kernel with `P(None, "model")` has `P(axis, None, "model")` here.
 
     Args:
-        make: `make(rngs, number)` makes one, a layer or a block of several; the number is traced. Or a list of modules
-            that are made already, as with published weights, and differ in nothing but their numbers.
-        count: How many to make; not for a list.
-        rngs: Random keys, of which each has its own; not for a list.
-        axis: The mesh axis that layers lie along, as for pipelines; `None` has all of them everywhere.
+        make: `make(rngs, number)` creates one module, a layer or a block of several; the number is traced. Or a list
+            of existing modules, as with published weights, that differ only in the values of their parameters.
+        count: How many modules to create; not for a list.
+        rngs: Random keys, which are split for the modules; not for a list.
+        axis: The mesh axis along which layers are sharded, as for pipelines; `None` replicates them.
 
     Returns:
-        A module like those that `make` makes. With `graph, parameters = nnx.split(…)` of it, `nnx.merge(graph, one)` of
-        one layer's parameters, as `jax.lax.scan` hands them out, is that layer again.
+        A module like those that `make` creates. After `graph, parameters = nnx.split(…)` of it, `nnx.merge(graph, one)`
+        with one layer's parameters, as `jax.lax.scan` slices them, is that layer.
 
     Examples:
         >>> import jax
@@ -56,16 +56,16 @@ def stacked(
         raise TypeError(f"axis: got {type(axis).__name__}; expected a name or None")
     metadata: dict[Any, Any] = {nnx.PARTITION_NAME: axis}
     if not callable(make):
-        return _together(make, count, rngs, metadata)
+        return _stack(make, count, rngs, metadata)
     count = _checks.positive_int("count", count)
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs: got {type(rngs).__name__}; expected nnx.Rngs")
-    made = nnx.vmap(make, in_axes=(0, 0), out_axes=0, transform_metadata=metadata)
-    return nnx.split_rngs(splits=count)(made)(rngs, jnp.arange(count, dtype=jnp.int32))
+    create = nnx.vmap(make, in_axes=(0, 0), out_axes=0, transform_metadata=metadata)
+    return nnx.split_rngs(splits=count)(create)(rngs, jnp.arange(count, dtype=jnp.int32))
 
 
-def _together(modules: Sequence[Made], count: Any, rngs: Any, metadata: dict[Any, Any]) -> Made:
-    """Modules that are there already, as one."""
+def _stack(modules: Sequence[Module], count: Any, rngs: Any, metadata: dict[Any, Any]) -> Module:
+    """Existing modules as one."""
     if not isinstance(modules, list | tuple) or not modules:
         got = "an empty one" if isinstance(modules, list | tuple) else type(modules).__name__
         raise TypeError(f"make: got {got}; expected a function or a list of modules")

@@ -1,4 +1,4 @@
-"""Gates as state space models have them: a rate times a time step that depends on the token."""
+"""The gates of state space models and delta rules: log decays, time steps and beta."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ SHORTEST, LONGEST = 1e-3, 0.1
 
 
 def shortest_and_longest(argument: str, pair: Any, expected: str) -> tuple[float, float]:
-    """`pair`, two times in order, the longest of which may be infinite."""
+    """`pair`, checked: two times in order, of which the second may be infinite."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         _checks.fail(argument, repr(pair), expected)
     unbounded = isinstance(pair[1], float | np.floating) and pair[1] == math.inf
@@ -38,7 +38,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 
 @_softplus.defjvp
 def _softplus_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # of the argument alone: JAX takes it from the result, which XLA would then keep in memory
+    # from the argument: JAX computes it from the result, which XLA would have to keep in memory
     return _softplus(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]
 
 
@@ -53,8 +53,8 @@ def bounded_log_decay(A_log: jax.Array, x: jax.Array, bias: jax.Array, lower_bou
     return lower_bound * jax.nn.sigmoid(jnp.exp(matching(A_log, x)) * (x + matching(bias, x)))
 
 
-def share_replaced(x: jax.Array, negative_eigenvalues: bool) -> jax.Array:
-    """The delta rule's beta in at least float32: `σ(x)`, twice as much with `negative_eigenvalues`."""
+def beta_of(x: jax.Array, negative_eigenvalues: bool) -> jax.Array:
+    """The delta rule's beta in at least float32: `σ(x)`, or `2 σ(x)` with `negative_eigenvalues`."""
     beta = jax.nn.sigmoid(wide(x))
     return 2 * beta if negative_eigenvalues else beta
 

@@ -1,4 +1,4 @@
-"""The tokens that a layer is called with: checked, without padding, and where each stands in its sequence."""
+"""The tokens that a layer is called with: checks, padding, and positions in their sequences."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from ejkernel.xla_utils.utils import prepare_lens, prepare_token_indices
 
 
 class Sequences(NamedTuple):
-    """Which sequences the tokens of a call belong to, by the names that ops have for it; at most one is given.
+    """Which sequences the tokens of a call belong to, as arguments of ops. At most one is given.
 
-    With neither, each row is one sequence.
+    Without either, each row is one sequence.
     """
 
     cu_seqlens: jax.Array | None = None  # [N + 1]
@@ -23,17 +23,14 @@ class Sequences(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """For the call of an op."""
+        """The keyword arguments of ops."""
         return self._asdict()
 
 
 def layer_input(
     dims: _checks.Dims, x: Any, cu_seqlens: Any, segment_ids: Any, dtype: DTypeLike | None
 ) -> tuple[jax.Array, Sequences, RaggedBatch | None]:
-    """`x` in the dtype to compute in, with 0 for padding, its sequences, and the batch if it is one that is served.
-
-    `dims` knows the `width`.
-    """
+    """`x` checked, cast to `dtype` and with zeros for padding; its sequences; and the batch if a batch is served."""
     batch = cu_seqlens if isinstance(cu_seqlens, RaggedBatch) else None
     x, *given = _checks.layer_input(dims, x, cu_seqlens if batch is None else batch.cu_seqlens, segment_ids)
     sequences = Sequences(*given)
@@ -41,7 +38,7 @@ def layer_input(
 
 
 def without_padding(x: jax.Array, sequences: Sequences) -> jax.Array:
-    """`x [..., T, width]` with 0 for padding, whatever is there, even NaN; padding has no gradient either."""
+    """`x [..., T, width]` with zeros for padding, which may be NaN and has no gradient."""
     cu_seqlens, ids = sequences
     if ids is not None:
         used = (ids >= 0)[..., None]
@@ -54,9 +51,10 @@ def without_padding(x: jax.Array, sequences: Sequences) -> jax.Array:
 
 
 def positions(x: jax.Array, start: jax.Array | None, sequences: Sequences) -> jax.Array:
-    """`[T]`, or `[B, T]` where rows `start` somewhere, `[B]` (packed: `[N]`), or hold several; `x` is `[…, T, width]`.
+    """The positions of tokens `x […, T, width]` in their sequences: `[T]`, or `[B, T]` if they differ between rows.
 
-    Of several sequences in a row, it is the first that starts there, and the others start at 0.
+    Sequences start at positions `start [B]` (packed: `[N]`), or at 0. If rows hold several sequences, only the first of
+    a row starts at `start`.
     """
     T = x.shape[-2]
     cu_seqlens, ids = sequences
@@ -76,9 +74,9 @@ def positions(x: jax.Array, start: jax.Array | None, sequences: Sequences) -> ja
 
 
 def next_position(x: jax.Array, start: jax.Array | None, sequences: Sequences) -> jax.Array:
-    """Where the next token of each row or packed sequence stands: `start` and the tokens of `x`.
+    """The position of the next token of each row or packed sequence: `start` plus its tokens in `x`.
 
-    Where a row holds several sequences, it is the last of them that has a next token.
+    If rows hold several sequences, it is the next position of the last sequence.
     """
     cu_seqlens, ids = sequences
     if cu_seqlens is not None:
@@ -90,15 +88,15 @@ def next_position(x: jax.Array, start: jax.Array | None, sequences: Sequences) -
     where = runs(ids)
     last = jnp.maximum(where.row_end - 1, 0)
     begin = jnp.take_along_axis(where.begin, last, 1)
-    some, goes_on = where.row_end > 0, begin == where.row_begin
-    count = jnp.where(some, where.row_end - begin, 0).astype(start.dtype)
-    return jnp.where(some & ~goes_on, count, start[:, None] + count)[:, 0]
+    has_tokens, continues = where.row_end > 0, begin == where.row_begin
+    count = jnp.where(has_tokens, where.row_end - begin, 0).astype(start.dtype)
+    return jnp.where(has_tokens & ~continues, count, start[:, None] + count)[:, 0]
 
 
 def stored(cache: jax.Array, tokens: jax.Array, at: jax.Array, fits: jax.Array) -> jax.Array:
-    """`cache [B, capacity, …]` with `tokens [B, T, …]` at the places `at` of their rows, if they fit there.
+    """`cache [B, capacity, …]` with `tokens [B, T, …]` stored at positions `at [B, T]`, those that `fits` says.
 
-    On a mesh with `Explicit` axes it is sharded as the tokens are.
+    On a mesh with `Explicit` axes the result is sharded as the tokens are.
     """
 
     def write(cache: jax.Array, tokens: jax.Array, at: jax.Array, fits: jax.Array) -> jax.Array:

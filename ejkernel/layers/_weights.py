@@ -1,4 +1,4 @@
-"""Published weights: arrays by the names of a reference implementation become the parameters of a layer."""
+"""Layers with published weights: arrays by their names in a reference implementation become parameters."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,14 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class Source(NamedTuple):
-    """Where a parameter comes from: arrays by name, joined along their first axis, then converted.
+    """How a parameter is computed: arrays are found by name, concatenated along the first axis, and converted.
 
-    `shape` is that of all arrays together, from the parameter's, and `or_shapes` are others that some files have.
-    `convert` gets the layer too. `widths` are the arrays' sizes along the first axis.
+    Attributes:
+        names: The names of the arrays.
+        shape: The shape of the concatenated arrays, given the parameter's.
+        convert: The parameter, given the concatenated array and the layer.
+        widths: The arrays' sizes along the first axis, given the layer; `None` if there is one array.
+        or_shapes: Other shapes that some files have, given the parameter's.
     """
 
     names: Sequence[str]
@@ -36,10 +40,9 @@ Sources = dict[str, Source]
 
 
 def linears(**names: str) -> Sources:
-    """Projections, `ours="theirs"`: PyTorch's `Linear` has its weight transposed."""
-    return {f"{our}.kernel": linear(names[our]) for our in names} | copies(
-        {f"{our}.bias": f"{names[our]}.bias" for our in names}
-    )
+    """Sources of kernels and biases of projections, `ours="theirs"`. PyTorch's `Linear` stores weights transposed."""
+    kernels = {f"{our}.kernel": linear(their) for our, their in names.items()}
+    return kernels | copies({f"{our}.bias": f"{their}.bias" for our, their in names.items()})
 
 
 def linear(
@@ -47,7 +50,7 @@ def linear(
     widths: Callable[[Any], Sequence[int]] | None = None,
     rows: Callable[[np.ndarray, Any], np.ndarray] = lambda x, layer: x,
 ) -> Source:
-    """A projection of the weights of one `Linear`, or of several side by side; `rows` are put in another order."""
+    """A kernel from the weights of one `Linear`, or several concatenated; `rows` reorders the weights' rows."""
     return Source(
         [f"{name}.weight" for name in names],
         lambda shape: shape[::-1],
@@ -57,24 +60,24 @@ def linear(
 
 
 def grouped(rows: np.ndarray, widths: Sequence[int], groups: int) -> np.ndarray:
-    """Rows of several parts, of these widths, put side by side for each of the groups that all parts have."""
+    """`rows`, which are parts of these `widths` with `groups` in each, reordered group by group."""
     parts = np.split(rows, np.cumsum(widths)[:-1])
     parts = [part.reshape(groups, -1, *rows.shape[1:]) for part in parts]
     return np.concatenate(parts, 1).reshape(rows.shape)
 
 
 def copies(names: Mapping[str, str]) -> Sources:
-    """Parameters that are stored as they are here, by our path and their name."""
+    """Parameters that are stored unchanged: the array's name by the parameter's path."""
     return {path: Source([name]) for path, name in names.items()}
 
 
 def one_plus(name: str) -> Source:
-    """The scale of a norm that is stored less 1, added in float64: checkpoints are often bfloat16."""
+    """A norm's scale that is stored less 1. The 1 is added in float64, as checkpoints are often bfloat16."""
     return Source([name], convert=lambda x, layer: x.astype(np.float64) + 1)
 
 
 def convolution(*names: str) -> Source:
-    """PyTorch's depthwise `Conv1d`, `[channels, 1, size]`; several are the parts of the layer's `convolution`."""
+    """The kernel from PyTorch's depthwise `Conv1d`, `[channels, 1, size]`, or from one for each part."""
     return Source(
         [f"{name}.weight" for name in names],
         lambda shape: (shape[1], 1, shape[0]),
@@ -94,10 +97,16 @@ def load(
 ) -> Layer:
     """The layer `kind(*arguments, **options)` with parameters from `weights`; a `ValueError` lists all mistakes.
 
-    `layouts` are the ways that published weights are named, each with whose they are: where each parameter comes from,
-    by its path; those of parameters that the layer does not have, as of biases, are left out. Of the layouts that have
-    all of the layer's parameters, it is the first of which most names are found. Only names that begin with `prefix`
-    are looked at; `ignored` ones (without it) may be there.
+    Args:
+        kind: The layer's class.
+        arguments: Its positional arguments.
+        options: Its keyword arguments.
+        weights: Arrays by name, or the path of files.
+        prefix: Only names that begin with it are read.
+        layouts: The sources of parameters, by the parameters' paths, for each implementation whose weights can be
+            loaded. Sources of parameters that the layer does not have, such as biases, are not used. Of the layouts
+            with all of the layer's parameters, the first is chosen that has most of its names in `weights`.
+        ignored: Names, without the prefix, that may be among the weights and are not read.
     """
     weights = as_mapping(weights)
     if not isinstance(prefix, str):
@@ -110,14 +119,14 @@ def load(
     graph, state = nnx.split(layer)
     variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     targets = {path: each.get_value() for path, each in variables.items() if isinstance(each, nnx.Param)}
-    found = {name: weights[name] for name in weights if str(name).startswith(prefix)}
+    prefixed = {name: weights[name] for name in weights if str(name).startswith(prefix)}
 
     layouts = {reference: sources for reference, sources in layouts.items() if targets.keys() <= sources.keys()}
     expected = {reference: _expected(layer, targets, sources) for reference, sources in layouts.items()}
-    reference = max(expected, key=lambda each: sum(prefix + name in found for name in expected[each]))
+    reference = max(expected, key=lambda each: sum(prefix + name in prefixed for name in expected[each]))
     sources = layouts[reference]
-    _check(found, prefix, expected[reference], ignored, f"{reference} of these sizes")
-    # what is no parameter, as rates that follow from the layer's number, is as the layer makes it
+    _check(prefixed, prefix, expected[reference], ignored, f"{reference} of these sizes")
+    # variables that are no parameters, such as rates that depend on the layer's number, are those of a new layer
     values = nnx.to_pure_dict(nnx.state(build(), nnx.Not(nnx.Param))) if len(targets) < len(variables) else {}
     for path, target in targets.items():
         arrays = [_as_numpy(weights[prefix + name]) for name in sources[path].names]
@@ -145,7 +154,7 @@ def as_mapping(weights: Any) -> Mapping[str, Any]:
 
 
 def _expected(layer: nnx.Module, targets: Mapping[str, Any], sources: Sources) -> dict[str, list[Shape]]:
-    """The shapes that each array may have which the parameters `targets` of the layer come from, by name."""
+    """The allowed shapes of each array that the layer's parameters `targets` are computed from, by name."""
     expected: dict[str, list[Shape]] = {}
     for path, target in targets.items():
         source = sources[path]
@@ -157,7 +166,7 @@ def _expected(layer: nnx.Module, targets: Mapping[str, Any], sources: Sources) -
 
 
 def _is_tensor(array: Any) -> bool:
-    """Whether this is PyTorch's: told by its methods, as PyTorch is not to be imported."""
+    """Whether `array` is PyTorch's, by its methods: PyTorch is not imported."""
     return all(hasattr(array, name) for name in ("detach", "cpu", "float", "numpy"))
 
 
@@ -174,7 +183,7 @@ def _dtype_of(array: Any) -> str:
 
 
 def _check(
-    found: Mapping[str, Any],
+    weights: Mapping[str, Any],
     prefix: str,
     expected: Mapping[str, list[Shape]],
     ignored: Sequence[str],
@@ -182,9 +191,9 @@ def _check(
 ) -> None:
     mistakes = []
     for name, shapes in expected.items():
-        array: Any = found.get(prefix + name)
+        array: Any = weights.get(prefix + name)
         shape = shapes[0]
-        if prefix + name not in found:
+        if prefix + name not in weights:
             mistakes.append(f"{prefix}{name}: missing; expected shape {shape}")
         elif not isinstance(array, np.ndarray | jax.Array) and not _is_tensor(array):
             mistakes.append(f"{prefix}{name}: got {type(array).__name__}; expected an array")
@@ -195,7 +204,7 @@ def _check(
         elif getattr(array, "is_meta", False):
             mistakes.append(f"{prefix}{name}: got a tensor on the device meta; expected one with numbers")
     allowed = {prefix + name for name in (*expected, *ignored)}
-    mistakes += [f"{name}: unknown" for name in found if name not in allowed]
+    mistakes += [f"{name}: unknown" for name in weights if name not in allowed]
     if mistakes:
         count = "1 name that does" if len(mistakes) == 1 else f"{len(mistakes)} names that do"
         raise ValueError("\n  ".join([f"weights: got {count} not fit; expected those of {reference}", *mistakes]))

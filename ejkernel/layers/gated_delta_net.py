@@ -10,32 +10,33 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.delta_rule import gated_delta_rule
+from ejkernel.kernels.step.call import Results
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
 from ejkernel.layers._parameters import ParamInit, apart, group_count, merge_heads, parts, split_heads, wide
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
-from ejkernel.layers._time_steps import log_decay, log_rates, share_replaced, time_step, time_step_bias
+from ejkernel.layers._time_steps import beta_of, log_decay, log_rates, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
 
 
 class GatedDeltaNet(RecurrentLayer):
-    """Gated DeltaNet: a token replaces what its key recalls, after a gate per head has faded the memory.
+    """Gated DeltaNet: the delta rule, whose state decays by one gate per head.
 
-    The log decay is `-exp(A_log) · softplus(x W_a + dt_bias)` and the share replaced `σ(x W_b)`, both one a value head.
+    Each value head has a log decay, `-exp(A_log) · softplus(x W_a + dt_bias)`, and the delta rule's `beta = σ(x W_b)`.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         key_heads: How many heads queries and keys have, a divisor of `value_heads`.
-        value_heads: How many heads values, gates and memories have.
-        key_dim: Of each head's queries and keys.
-        value_dim: Of each head's values.
-        convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
-        negative_eigenvalues: Whether the share replaced goes up to 2, as in Olmo-Hybrid, so that a token may also turn
-            round what its key recalls.
+        value_heads: How many heads values, gates and the state have.
+        key_dim: The size of each query and key head.
+        value_dim: The size of each value head.
+        convolution: How many tokens the short convolution of queries, keys and values spans, the token itself included.
+        negative_eigenvalues: Whether `beta` goes up to 2, as in Olmo-Hybrid, so that transitions may have negative
+            eigenvalues.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is that of the input. Norms, gates and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -72,9 +73,9 @@ class GatedDeltaNet(RecurrentLayer):
         super().__init__(width, (value_heads, key_dim, value_dim), init)
         self.negative_eigenvalues = _checks.flag("negative_eigenvalues", negative_eigenvalues)
         keys, values = key_heads * key_dim, value_heads * value_dim
-        # side by side for each key head: its query, its key, and the values and output gates of its value heads
+        # columns of each key head: its query, its key, and the values and output gates of its value heads
         self.query_key_value_gate = init.column_parallel(width, 2 * keys + 2 * values)
-        # likewise the betas and decays of those value heads
+        # columns of each key head: the betas and the decays of its value heads
         self.beta_decay = init.column_parallel(width, 2 * value_heads)
         self.convolution = ShortConvolution(convolution, (keys, keys, values), init)
         self.A_log = log_rates(value_heads, init)
@@ -85,7 +86,7 @@ class GatedDeltaNet(RecurrentLayer):
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         K, values = self.key_dim, self.value_heads // self.key_heads * self.value_dim
         *mixed, output_gate = parts(self.query_key_value_gate, x, (K, K, values, values), self.key_heads)
-        (query, key, value), recent, normalize = self.convolution.with_units(mixed, state.recent, sequences, K)
+        (query, key, value), recent = self.convolution(mixed, state.recent, sequences, K)
         beta_decay = split_heads(wide(self.beta_decay(x)), self.key_heads)
         beta, decay = map(merge_heads, jnp.split(beta_decay, 2, -1))
         output, memory = gated_delta_rule(
@@ -93,23 +94,23 @@ class GatedDeltaNet(RecurrentLayer):
             split_heads(key, self.key_heads),
             split_heads(value, self.value_heads),
             log_decay(self.A_log[...], time_step(decay, self.dt_bias[...])),
-            share_replaced(beta, self.negative_eigenvalues),
+            beta_of(beta, self.negative_eigenvalues),
             initial_state=state.memory,
-            normalize=normalize,
+            normalize=isinstance(state.memory, _checks.Pool),
             **sequences.keywords,
         )
         return normed_and_gated(self.norm, output, output_gate), RecurrentState(memory, recent)
 
-    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+    def _step(self, x: jax.Array, state: RecurrentState) -> Results:
         groups, shared = self.key_heads, self.value_heads // self.key_heads
         inputs = apart(x)
-        all_of, gates = self.query_key_value_gate(next(inputs)), self.beta_decay(next(inputs))
+        heads, gates = self.query_key_value_gate(next(inputs)), self.beta_decay(next(inputs))
         K, V, H = self.key_dim, self.value_dim, self.value_heads
-        found = _one_token.run(
+        return _one_token.run(
             state,
-            Heads(all_of, K, groups, 0, groups),
-            Heads(all_of, K, groups, K, groups),
-            Heads(all_of, V, groups, 2 * K, H),
+            Heads(heads, K, groups, 0, groups),
+            Heads(heads, K, groups, K, groups),
+            Heads(heads, V, groups, 2 * K, H),
             Heads(gates, 1, groups, shared, H),
             decay="softplus",
             rate=self.A_log[...],
@@ -119,15 +120,14 @@ class GatedDeltaNet(RecurrentLayer):
             convolution=self.convolution,
             normalize=True,
             norm=self.norm,
-            output_gate=Heads(all_of, V, groups, 2 * K + shared * V, H),
+            output_gate=Heads(heads, V, groups, 2 * K + shared * V, H),
         )
-        return found.output, RecurrentState(found.memory, found.recent)
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
         """The layer with the weights of transformers' Gated DeltaNet of Qwen3-Next, Qwen3.5 or Olmo-Hybrid.
 
-        Which of them it is, the names tell. See `ejkernel.layers` for the arguments.
+        The names of the weights tell which of them it is. See `ejkernel.layers` for the arguments.
         """
         return _weights.load(cls, arguments, options, weights, prefix, _TRANSFORMERS)
 
@@ -142,7 +142,7 @@ def _widths(layer: GatedDeltaNet) -> tuple[int, int, int]:
 
 
 def _by_key_head(rows: np.ndarray, layer: GatedDeltaNet) -> np.ndarray:
-    """Rows of all queries, all keys, all values and all gates, put side by side for each key head."""
+    """Rows of all queries, all keys, all values and all gates, reordered key head by key head."""
     keys, _, values = _widths(layer)
     return _weights.grouped(rows, (keys, keys, values, values), layer.key_heads)
 
@@ -162,7 +162,7 @@ _QWEN = {
     **_weights.linears(out="out_proj"),
     "convolution.kernel": _weights.convolution("conv1d"),
 }
-# as fla names them, and Olmo-Hybrid after it
+# the names in fla and in Olmo-Hybrid, with a projection for each
 _APART = {
     **_SHARED,
     **_weights.copies({"norm.scale": "o_norm.weight"}),
@@ -190,7 +190,7 @@ _TRANSFORMERS = {
         ),
         "beta_decay.kernel": _beta_decay("in_proj_b", "in_proj_a"),
     },
-    # joined in the module, apart in the published files
+    # the module has one convolution, the published files one for each of query, key and value
     "transformers' OlmoHybridGatedDeltaNet": _APART | {"convolution.kernel": _weights.convolution("conv1d")},
     "Olmo-Hybrid's Gated DeltaNet": _APART,
 }

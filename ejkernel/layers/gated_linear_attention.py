@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel.kernels.step.call import Results
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_output import SOURCES, GatedOutputLayer
@@ -20,25 +21,25 @@ from ejkernel.linear_attention import recurrent_gla
 
 
 class GatedLinearAttention(GatedOutputLayer):
-    """Gated linear attention: every token decides what each key dim forgets.
+    """Gated linear attention: linear attention whose state decays by one gate per key dim.
 
-    The log decay is `log σ(x W_1 W_2 + b) / gate_normalizer`; `b` starts out so that the key dims remember for times
-    between the two of `memory`, in tokens, the first head's shortest and the last head's longest.
+    The log decay is `log σ(x W_1 W_2 + b) / gate_normalizer`. The initial `b` gives key dims time constants between the
+    two of `memory`, in tokens: the shortest in the first head, the longest in the last.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads share the keys' and the values' width.
-        kv_heads: How many heads keys, values and gates have, a divisor of `heads`; `None` is as many.
-        key_width: Of all heads' queries together; `None` is half the `width`.
-        value_width: Of all heads' outputs together; `None` is `width`.
+        kv_heads: How many heads keys, values and gates have, a divisor of `heads`; `None` is `heads`.
+        key_width: The size of all query heads together; `None` is half the `width`.
+        value_width: The size of all heads' outputs together; `None` is `width`.
         gate_rank: The width between the gate's two projections.
         gate_normalizer: What the gate's logarithm is divided by.
-        memory: The shortest and the longest time that a key dim remembers at first, in tokens.
-        convolution: Tokens that a short convolution of queries, keys and values spans, its own included;
-            `None` is without one. From 2 on, keys start out as the queries of the token before, if both have as many
-            heads: a query finds what followed when the text last looked like this.
+        memory: The shortest and the longest initial time constant of the decay, in tokens.
+        convolution: How many tokens a short convolution of queries, keys and values spans, the token itself included;
+            `None` is without one. From 2 on, if queries and keys have equally many heads, keys are initialised as the
+            queries of the token before: a query then finds what followed when the text last looked like this.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is that of the input. Norms, gates and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -104,26 +105,25 @@ class GatedLinearAttention(GatedOutputLayer):
         output, memory = recurrent_gla(query, key, value, g=gate, initial_state=state.memory, **sequences.keywords)
         return self._gated(x, output), RecurrentState(memory, recent)
 
-    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+    def _step(self, x: jax.Array, state: RecurrentState) -> Results:
         K, V, kv_heads = self.key_dim, self.value_dim, self.kv_heads
         inputs, linears = apart(x), (self.query, self.key, self.value, self.output_gate)
-        all_of, (query, key, value, output_gate) = side_by_side(linears, inputs)
-        found = _one_token.run(
+        projected, (query, key, value, output_gate) = side_by_side(linears, inputs)
+        return _one_token.run(
             state,
-            Heads(all_of, K, 1, query, self.heads),
-            Heads(all_of, K, 1, key, kv_heads),
-            Heads(all_of, V, 1, value, kv_heads),
+            Heads(projected, K, 1, query, self.heads),
+            Heads(projected, K, 1, key, kv_heads),
+            Heads(projected, V, 1, value, kv_heads),
             Heads(self.gate_up(self.gate_down(next(inputs))), K),
             decay="log_sigmoid",
             factor=1 / self.gate_normalizer,
             convolution=self.convolution,
             norm=self.norm,
-            output_gate=Heads(all_of, V, 1, output_gate, self.heads),
+            output_gate=Heads(projected, V, 1, output_gate, self.heads),
         )
-        return found.output, RecurrentState(found.memory, found.recent)
 
     def _log_decay(self, x: jax.Array) -> jax.Array:
-        # computed again for its gradient: the logits are half as large as what is made of them
+        # recomputed for the gradient: the logits take half the memory of the decay
         return jax.checkpoint(lambda x: jax.nn.log_sigmoid(wide(x)) / self.gate_normalizer)(x)
 
     @classmethod

@@ -9,52 +9,38 @@ from jax.typing import DTypeLike
 
 from ejkernel import _checks
 from ejkernel.delta_rule import kda
+from ejkernel.kernels.step.call import Results
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_norm import normed_and_gated
 from ejkernel.layers._one_token import Heads
-from ejkernel.layers._parameters import (
-    ParamInit,
-    apart,
-    group_count,
-    side_by_side,
-    split_heads,
-    together,
-)
+from ejkernel.layers._parameters import ParamInit, apart, group_count, side_by_side, split_heads, together
 from ejkernel.layers._recurrent import Mixed, RecurrentLayer, RecurrentState
-from ejkernel.layers._time_steps import (
-    bounded_log_decay,
-    log_decay,
-    log_rates,
-    share_replaced,
-    time_step,
-    time_step_bias,
-)
+from ejkernel.layers._time_steps import beta_of, bounded_log_decay, log_decay, log_rates, time_step, time_step_bias
 from ejkernel.layers._tokens import Sequences
 
 
 class KimiDeltaAttention(RecurrentLayer):
-    """Kimi Delta Attention: a token replaces what its key recalls, after a gate per key dim has faded the memory.
+    """Kimi Delta Attention: the delta rule, whose state decays by one gate per key dim.
 
-    The log decay is `-exp(A_log) · softplus(x W_1 W_2 + dt_bias)`, one a key dim, or bounded
-    `lower_bound · σ(exp(A_log) · (x W_1 W_2 + dt_bias))`, and the share replaced `σ(x W_b)`.
+    The log decay of each key dim is `-exp(A_log) · softplus(x W_1 W_2 + dt_bias)` or, with a `lower_bound`,
+    `lower_bound · σ(exp(A_log) · (x W_1 W_2 + dt_bias))`. The delta rule's `beta` is `σ(x W_b)`, one per value head.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads queries and keys have, a divisor of `value_heads`.
-        head_dim: Of each head's queries and keys.
-        value_heads: How many heads values, gates and memories have; `None` is `heads`.
-        value_dim: Of each head's values; `None` is `head_dim`.
-        convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
-        lower_bound: What the log decay stays above, -5 in Kimi-K3, GLM-5.3-Flash and Ling 3; `None` is without a bound.
-        negative_eigenvalues: Whether the share replaced goes up to 2, so that a token may also turn round what its key
-            recalls.
-        low_rank_decay: Whether the decay is made by two projections, with `value_dim` between them; `False`, as in
-            Ling 3, is by one.
-        low_rank_output_gate: The same of the output gate, which Ling 3 and Kimi-K3 make by one.
-        gate_bias: Whether the output gate has a bias, as flash-linear-attention's has and Kimi Linear's has not.
+        head_dim: The size of each query and key head.
+        value_heads: How many heads values, gates and the state have; `None` is `heads`.
+        value_dim: The size of each value head; `None` is `head_dim`.
+        convolution: How many tokens the short convolution of queries, keys and values spans, the token itself included.
+        lower_bound: A lower bound of the log decay, -5 in Kimi-K3, GLM-5.3-Flash and Ling 3; `None` is without one.
+        negative_eigenvalues: Whether `beta` goes up to 2, so that transitions may have negative eigenvalues.
+        low_rank_decay: Whether the decay comes from two projections, with `value_dim` between them. With `False`, as
+            in Ling 3, it comes from one.
+        low_rank_output_gate: The same for the output gate, which comes from one projection in Ling 3 and Kimi-K3.
+        gate_bias: Whether the output gate has a bias. It has in flash-linear-attention, but not in Kimi Linear.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is that of the input. Norms, gates and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -104,7 +90,7 @@ class KimiDeltaAttention(RecurrentLayer):
         low_rank = _checks.flag("low_rank_decay", low_rank_decay)
         self.decay_down = init.replicated(width, rank) if low_rank else None
         self.decay_up = init.column_parallel(rank if low_rank else width, gates)
-        # bounded gates start in the middle of a sigmoid
+        # rates of 1, so that bounded gates start where the sigmoid is steep
         zeros = self.lower_bound is not None
         self.A_log = init.param(jnp.zeros(self.value_heads)) if zeros else log_rates(self.value_heads, init)
         self.dt_bias = time_step_bias(gates, init)
@@ -117,34 +103,34 @@ class KimiDeltaAttention(RecurrentLayer):
 
     def _mix(self, x: jax.Array, state: RecurrentState, sequences: Sequences) -> Mixed:
         parts = [self.query(x), self.key(x), self.value(x)]
-        parts, recent, normalize = self.convolution.with_units(parts, state.recent, sequences, self.head_dim)
+        parts, recent = self.convolution(parts, state.recent, sequences, self.head_dim)
         query, key, value = map(split_heads, parts, (self.heads, self.heads, self.value_heads))
         output, memory = kda(
             query,
             key,
             value,
             self._log_decay(x),
-            share_replaced(self.beta(x), self.negative_eigenvalues),
+            beta_of(self.beta(x), self.negative_eigenvalues),
             initial_state=state.memory,
-            normalize=normalize,
+            normalize=isinstance(state.memory, _checks.Pool),
             **sequences.keywords,
         )
         gated = normed_and_gated(self.norm, output, self._output_gate(x), "sigmoid")
         return gated, RecurrentState(memory, recent)
 
-    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
+    def _step(self, x: jax.Array, state: RecurrentState) -> Results:
         K, V, heads, value_heads = self.head_dim, self.value_dim, self.heads, self.value_heads
         inputs = apart(x)
-        all_of, (query, key, value) = side_by_side([self.query, self.key, self.value], inputs)
+        projected, (query, key, value) = side_by_side([self.query, self.key, self.value], inputs)
         downs = [each for each in (self.decay_down, self.output_gate_down) if each is not None]
         lows = iter(together(downs, inputs))
         decay = self.decay_up(next(inputs) if self.decay_down is None else next(lows))
         output_gate = self.output_gate_up(next(inputs) if self.output_gate_down is None else next(lows))
-        found = _one_token.run(
+        return _one_token.run(
             state,
-            Heads(all_of, K, 1, query, heads),
-            Heads(all_of, K, 1, key, heads),
-            Heads(all_of, V, 1, value, value_heads),
+            Heads(projected, K, 1, query, heads),
+            Heads(projected, K, 1, key, heads),
+            Heads(projected, V, 1, value, value_heads),
             Heads(decay, K),
             decay="softplus" if self.lower_bound is None else "bounded",
             factor=1.0 if self.lower_bound is None else self.lower_bound,
@@ -158,7 +144,6 @@ class KimiDeltaAttention(RecurrentLayer):
             output_gate=Heads(output_gate, V),
             activation="sigmoid",
         )
-        return found.output, RecurrentState(found.memory, found.recent)
 
     def _decay(self, x: jax.Array) -> jax.Array:
         return self.decay_up(x if self.decay_down is None else self.decay_down(x))
@@ -167,10 +152,10 @@ class KimiDeltaAttention(RecurrentLayer):
         return self.output_gate_up(x if self.output_gate_down is None else self.output_gate_down(x))
 
     def _log_decay(self, x: jax.Array) -> jax.Array:
-        """One a key dim, `[..., T, value_heads, head_dim]`."""
+        """The log decay of each key dim, `[..., T, value_heads, head_dim]`."""
         A_log, bias = self.A_log[...][:, None], self.dt_bias[...].reshape(self.value_heads, self.head_dim)
 
-        # computed again for its gradient: the logits are half as large as what is made of them
+        # recomputed for the gradient: the logits take half the memory of the decay
         @jax.checkpoint
         def decay(gate: jax.Array, A_log: jax.Array, bias: jax.Array) -> jax.Array:
             if self.lower_bound is not None:
@@ -197,7 +182,7 @@ class KimiDeltaAttention(RecurrentLayer):
 _SHARED = {
     **_weights.linears(query="q_proj", key="k_proj", value="v_proj", beta="b_proj", out="o_proj"),
     **_weights.copies({"norm.scale": "o_norm.weight", "dt_bias": "dt_bias"}),
-    # Kimi Linear has axes of size 1 around it, Kimi-K3 pads it
+    # Kimi Linear stores it with axes of size 1, Kimi-K3 pads it
     "A_log": _weights.Source(
         ["A_log"],
         convert=lambda x, layer: x.reshape(-1)[: layer.value_heads],
@@ -220,7 +205,7 @@ _FULL_RANK = _SHARED | _weights.linears(decay_up="f_proj", output_gate_up="g_pro
 
 
 def _in_modules(sources: _weights.Sources) -> _weights.Sources:
-    """As transformers' modules have what the published files name so: the decay apart, the convolution joined."""
+    """The names in transformers' modules: the decay in a module of its own, one convolution for all three."""
     decay = {
         path: source._replace(names=[f"forget_gate.{name}" for name in source.names])
         for path, source in sources.items()

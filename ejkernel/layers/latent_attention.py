@@ -14,20 +14,20 @@ from ejkernel.attention import flash_attention
 from ejkernel.layers import _weights
 from ejkernel.layers._cached import CachedAttention
 from ejkernel.layers._parameters import ParamInit, merge_heads, split_heads, wide
-from ejkernel.layers._rotary import rotary
-from ejkernel.layers._serving import RaggedBatch, attended_whole, checked_pages
-from ejkernel.layers._tokens import Sequences, positions, stored
+from ejkernel.layers._rotary import rotary_or_none
+from ejkernel.layers._tokens import stored
 from ejkernel.paged_attention import PagedCache, paged_attention
 
 OutputGate = Literal["head", "dim"]
+Projected = tuple[jax.Array, jax.Array]  # queries and latents
 
 
 class LatentCache(NamedTuple):
-    """The latents of the tokens seen, from which all heads' keys and values are made, and how many there are.
+    """The latents of all earlier tokens, from which keys and values are computed, and how many there are.
 
     Attributes:
         latent: `[B, capacity, latent_dim + rotary_dim]`, the normalised latent and the rotated part of the key.
-        position: `[B]` int32, where the next token goes.
+        position: `[B]` int32, the position of the next token.
     """
 
     latent: jax.Array
@@ -39,25 +39,25 @@ class LatentCache(NamedTuple):
 
 
 class MultiHeadLatentAttention(CachedAttention):
-    """Causal softmax attention whose keys and values are projected from one latent a token, which is all that is kept.
+    """Causal softmax attention whose keys and values are projected from one latent per token; only latents are cached.
 
-    A head's key is `key_dim` of its own from the latent and `rotary_dim` that all heads share, which are rotated.
-    Training and prompts make the keys and values. A single token is compared with the latents themselves: the
-    projections of keys and values are applied to the query and to the output. So are all tokens of a `RaggedBatch`,
-    unless it says that they are whole prompts.
+    A head's key has `key_dim` dims that are projected from the latent, and `rotary_dim` that are rotated and that all
+    heads share. Training and prompts compute keys and values. Single tokens attend to the latents themselves: the
+    projections of keys and values are applied to the query and to the output instead. All tokens of a `RaggedBatch` do
+    the same, unless it consists of whole prompts.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads there are.
-        latent_dim: Of the latent that keys and values are made of.
+        latent_dim: The size of the latent from which keys and values are projected.
         query_rank: The width between the two projections of queries; `None` is one projection.
-        key_dim: Of each head's queries and keys that are not rotated.
-        rotary_dim: Of each head's queries and of the keys that all heads share, which are rotated.
-        value_dim: Of each head's values.
-        bias: Whether the projections down and the last one have one.
-        output_gate: What the output is multiplied by a sigmoid of the input for: each `"head"`, as in Ling 3, each
-            `"dim"`, as in Kimi-K3; `None` is not at all.
-        softmax_scale: What scores are multiplied by; `None` is `(key_dim + rotary_dim) ** -0.5`.
+        key_dim: The number of dims of each query and key head that are not rotated.
+        rotary_dim: The number of dims of each query and key head that are rotated.
+        value_dim: The size of each value head.
+        bias: Whether the down projections and the last projection have a bias.
+        output_gate: Whether the output is multiplied by the sigmoid of a projection of the input: by one gate for each
+            `"head"`, as in Ling 3, or for each `"dim"`, as in Kimi-K3; `None` is without a gate.
+        softmax_scale: The factor of scores; `None` is `(key_dim + rotary_dim) ** -0.5`.
         rope_theta: The base of the rotation's frequencies; `None` is without rotation, as in Kimi Linear.
         rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3`, `yarn` or
             `proportional`.
@@ -80,6 +80,7 @@ class MultiHeadLatentAttention(CachedAttention):
 
     cache_type = LatentCache
     patterns = ("latent",)
+    page_pattern = "P page 1 latent"
 
     def __init__(
         self,
@@ -112,14 +113,9 @@ class MultiHeadLatentAttention(CachedAttention):
         if output_gate not in (None, "head", "dim"):
             _checks.fail("output_gate", repr(output_gate), "'head', 'dim' or None")
         self.output_gate_of = output_gate
-        if rope_theta is None:
-            self.rotate = None
-            if rope_scaling is not None:
-                _checks.fail("rope_scaling", repr(rope_scaling), "None, as rope_theta is None")
-        else:
-            if rotary_dim % 2:
-                _checks.fail("rotary_dim", rotary_dim, "an even number, as rotation needs")
-            self.rotate = rotary(rotary_dim, _checks.positive("rope_theta", rope_theta), rope_scaling)
+        if rope_theta is not None and rotary_dim % 2:
+            _checks.fail("rotary_dim", rotary_dim, "an even number, as rotation needs")
+        self.rotate = rotary_or_none(rotary_dim, rope_theta, rope_scaling)
         init, bias = ParamInit(dtype, param_dtype, rngs), _checks.flag("bias", bias)
         self.dtype = init.dtype
         queries = heads * (key_dim + rotary_dim)
@@ -130,10 +126,10 @@ class MultiHeadLatentAttention(CachedAttention):
             self.query_down = init.replicated(width, _checks.positive_int("query_rank", query_rank), bias=bias)
             self.query_norm = init.norm(query_rank, epsilon)
             self.query = init.column_parallel(query_rank, queries)
-        # side by side: the latent, and the key that all heads share
+        # columns: the latent, then the part of the key that all heads share
         self.latent_down = init.replicated(width, latent_dim + rotary_dim, bias=bias)
         self.latent_norm = init.norm(latent_dim, epsilon)
-        # side by side for each head: its key and its value
+        # columns of each head: its key, then its value
         self.key_value = init.column_parallel(latent_dim, heads * (key_dim + value_dim))
         gates = {None: None, "head": heads, "dim": heads * value_dim}[output_gate]
         self.output_gate = None if gates is None else init.column_parallel(width, gates)
@@ -147,25 +143,18 @@ class MultiHeadLatentAttention(CachedAttention):
         # without values, which are made from the latents
         return PagedCache(jnp.zeros((*rows, 1, self.latent_dim + self.rotary_dim), dtype), None)
 
-    def _attend_without_cache(self, x: jax.Array, sequences: Sequences) -> jax.Array:
-        query, latent = self._projected(x, positions(x, None, sequences))
-        return self._finish(x, self._attend(query, *self._key_value(latent), **sequences.keywords))
-
     def _extend(
         self, x: jax.Array, cache: LatentCache, at: jax.Array, fits: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        query, latent = self._projected(x, at)
+        query, latent = projected = self._projected(x, at)
         latents = stored(cache.latent, latent, at, fits)
-        if x.shape[1] == 1:
-            output = self._attend_to_latents(query, latents, cache.position)
-        else:
-            key, value = self._key_value(latents.astype(x.dtype))
-            # causality, counted from the first query's position, also hides the empty rest of the cache
-            output = self._attend(query, key, value, query_offset=cache.position)
-        return self._finish(x, output), (latents,)
+        # causal masks, which count from the first query's position, also hide the unused end of the cache
+        attend = self._attend_to_latents if x.shape[1] == 1 else self._attend
+        output = attend((query, latents.astype(x.dtype)), query_offset=cache.position)
+        return self._finish(x, projected, output), (latents,)
 
-    def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries `[…, T, H, key_dim + rotary_dim]`, and what is kept of each token, both rotated."""
+    def _projected(self, x: jax.Array, at: jax.Array) -> Projected:
+        """Queries `[…, T, H, key_dim + rotary_dim]`, and the latents that are cached, both rotated."""
         down = x
         if self.query_down is not None and self.query_norm is not None:
             down = self.query_norm(self.query_down(x)).astype(x.dtype)
@@ -173,8 +162,8 @@ class MultiHeadLatentAttention(CachedAttention):
         latent, shared = jnp.split(self.latent_down(x), [self.latent_dim], -1)
         latent = self.latent_norm(latent).astype(x.dtype)
         if self.rotate is not None:
-            own, turning = jnp.split(query, [self.key_dim], -1)
-            query = jnp.concatenate([own, self.rotate(turning, at)], -1)
+            unrotated, rotated = jnp.split(query, [self.key_dim], -1)
+            query = jnp.concatenate([unrotated, self.rotate(rotated, at)], -1)
             shared = self.rotate(shared[..., None, :], at)[..., 0, :]
         return query, jnp.concatenate([latent, shared], -1)
 
@@ -184,45 +173,44 @@ class MultiHeadLatentAttention(CachedAttention):
         key, value = jnp.split(split_heads(self.key_value(latent), self.heads), [self.key_dim], -1)
         return jnp.concatenate([key, _sharding.broadcast_heads(shared, key)], -1), value
 
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+    def _attend(self, projected: Projected, **options: Any) -> jax.Array:
+        query, latents = projected
+        return self._flash_attention(query, *self._key_value(latents), **options)
+
+    def _attend_to_latents(self, projected: Projected, **options: Any) -> jax.Array:
+        """The same without keys and values: `q · (W_k c) = (W_kᵀ q) · c`, and `Σ w (W_v c) = W_v (Σ w c)`."""
+        query, latents = self._absorbed(projected[0]), projected[1][:, :, None]
+        return self._values(self._flash_attention(query, latents, latents[..., : self.latent_dim], **options))
+
+    def _flash_attention(self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         return flash_attention(query, key, value, causal=True, softmax_scale=self.softmax_scale, **options)
 
-    def _attend_to_latents(self, query: jax.Array, latents: jax.Array, position: jax.Array) -> jax.Array:
-        """The same for one token: `q · (W_k c) = (W_kᵀ q) · c`, and `Σ w (W_v c) = W_v (Σ w c)`."""
-        query, latents = self._absorbed(query), latents.astype(query.dtype)[:, :, None]
-        return self._values(self._attend(query, latents, latents[..., : self.latent_dim], query_offset=position))
+    def _key_value_of_pages(self, projected: Projected) -> tuple[jax.Array, None]:
+        return projected[1][:, None], None
 
-    def _serve(
-        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
-    ) -> tuple[jax.Array, PagedCache]:
-        cache, lengths = checked_pages(dims, x, cache, batch, "P page 1 latent", latent=True)
-        query, latent = self._projected(x, positions(x, lengths, sequences))
-        if batch.whole_prompts:
-            output = self._attend(query, *self._key_value(latent), **sequences.keywords)
-            output, cache = attended_whole(batch, None, output, latent[:, None], None, cache)
-        else:
-            where = batch.pages(None), lengths, batch.cu_seqlens
-            options: dict[str, Any] = {"value_dim": self.latent_dim, "softmax_scale": self.softmax_scale}
-            latents, cache = paged_attention(self._absorbed(query), latent[:, None], None, cache, *where, **options)
-            output = self._values(latents)
-        return self._finish(x, output), cache
+    def _attend_to_pages(self, projected: Projected, cache: PagedCache, *where: Any) -> tuple[jax.Array, PagedCache]:
+        options: dict[str, Any] = {"value_dim": self.latent_dim, "softmax_scale": self.softmax_scale}
+        query, tokens = self._absorbed(projected[0]), self._key_value_of_pages(projected)
+        latents, cache = paged_attention(query, *tokens, cache, *where, **options)
+        return self._values(latents), cache
 
     def _absorbed(self, query: jax.Array) -> jax.Array:
-        """Queries that are compared with latents, `[…, T, H, latent_dim + rotary_dim]`."""
-        own, turning = jnp.split(query, [self.key_dim], -1)
-        own = jnp.einsum("...thk,chk->...thc", own, self._to_heads(query)[0], precision=jax.lax.Precision.HIGHEST)
-        return jnp.concatenate([own, turning], -1)
+        """Queries that attend to latents, `[…, T, H, latent_dim + rotary_dim]`."""
+        unrotated, rotated = jnp.split(query, [self.key_dim], -1)
+        to_key = self._to_heads(query)[0]
+        absorbed = jnp.einsum("...thk,chk->...thc", unrotated, to_key, precision=jax.lax.Precision.HIGHEST)
+        return jnp.concatenate([absorbed, rotated], -1)
 
     def _values(self, output: jax.Array) -> jax.Array:
-        """The values of sums of latents, `[…, T, H, value_dim]`."""
+        """The values `[…, T, H, value_dim]` from weighted sums of latents."""
         return jnp.einsum("...thc,chv->...thv", output, self._to_heads(output)[1], precision=jax.lax.Precision.HIGHEST)
 
     def _to_heads(self, x: jax.Array) -> list[jax.Array]:
-        """What makes keys and values of a latent, `[latent_dim, H, ·]`, in the dtype of `x`."""
+        """The kernels that project a latent to keys and to values, `[latent_dim, H, ·]`, in the dtype of `x`."""
         kernel = self.key_value.kernel[...].astype(x.dtype).reshape(self.latent_dim, self.heads, -1)
         return jnp.split(kernel, [self.key_dim], -1)
 
-    def _finish(self, x: jax.Array, output: jax.Array) -> jax.Array:
+    def _finish(self, x: jax.Array, projected: Projected, output: jax.Array) -> jax.Array:
         if self.output_gate is not None:
             gate = jax.nn.sigmoid(wide(self.output_gate(x)))
             gate = gate[..., None] if self.output_gate_of == "head" else split_heads(gate, self.heads)
@@ -240,17 +228,18 @@ class MultiHeadLatentAttention(CachedAttention):
     ) -> Self:
         """The layer with the weights of transformers' DeepSeek V3, Kimi Linear or Ling 3, or of Kimi-K3.
 
-        `interleaved` says that dims which turn together are neighbours in the weights, as in DeepSeek V3 and Ling 3,
-        instead of half of them apart; they are put in the latter order. See `ejkernel.layers` for the other arguments.
+        `interleaved` says that dims which are rotated together are neighbours in the weights, as in DeepSeek V3 and
+        Ling 3. Without it they are in two halves, which is the order of this layer. See `ejkernel.layers` for the other
+        arguments.
         """
         layouts = _layouts(_checks.flag("interleaved", interleaved))
         return _weights.load(cls, arguments, options, weights, prefix, layouts)
 
 
 def _halves_apart(rows: np.ndarray, dims: int) -> np.ndarray:
-    """The last `dims` of `[…, dims, columns]`: those of even number, then those of odd number."""
-    kept, turning = rows[..., :-dims, :], rows[..., -dims:, :]
-    return np.concatenate([kept, turning[..., ::2, :], turning[..., 1::2, :]], -2)
+    """`rows […, dims, columns]` with the last `dims` reordered: first those of even index, then those of odd index."""
+    unrotated, rotated = rows[..., :-dims, :], rows[..., -dims:, :]
+    return np.concatenate([unrotated, rotated[..., ::2, :], rotated[..., 1::2, :]], -2)
 
 
 def _of_each_head(rows: np.ndarray, layer: MultiHeadLatentAttention) -> np.ndarray:

@@ -16,20 +16,20 @@ from ejkernel.linear_attention import recurrent_gla
 
 
 class LightningAttention(RecurrentLayer):
-    """Lightning attention: memory fades at a fixed rate per head, slower in later layers.
+    """Lightning attention: linear attention whose state decays at a fixed rate per head, more slowly in later layers.
 
     The log decay of head `h` of `H` in layer `l` of `L` is `-2^(-8 (h + 1) / H) · (1 - l / (L - 1 + 1e-5) + 1e-5)`,
-    which differs from that of the op `lightning_attn`. It is held in the variable `log_decay`, which is no `nnx.Param`:
-    training leaves it alone, and layers that are scanned over may each have their own.
+    which differs from that of the op `lightning_attn`. It is stored in the variable `log_decay`, which is no
+    `nnx.Param`: training does not change it, and layers that are scanned over may each have their own.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads there are.
         layer_idx: Which layer of the model this is, from 0 to `num_layers - 1`; may be traced.
         num_layers: How many layers the model has.
-        head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
+        head_dim: The size of each query, key and value head; `None` is `width / heads`.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is that of the input. Norms and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -41,6 +41,8 @@ class LightningAttention(RecurrentLayer):
         >>> output.shape, state.memory.shape
         ((2, 10, 64), (2, 4, 16, 16))
     """
+
+    has_step = False
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class LightningAttention(RecurrentLayer):
         rates = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1, dtype=share.dtype))
         self.log_decay = nnx.Variable(-rates * (1 - share + 1e-5))
         features = heads * self.head_dim
-        # a head's query, key and value stand side by side
+        # columns of each head: its query, its key and its value
         self.query_key_value = init.column_parallel(width, 3 * features)
         self.output_gate = init.column_parallel(width, features)
         self.norm = init.norm(features, epsilon)
@@ -93,7 +95,7 @@ class LightningAttention(RecurrentLayer):
             **_weights.linears(query_key_value="qkv_proj", output_gate="output_gate", out="out_proj"),
             **_weights.copies({"norm.scale": "norm.weight"}),
         }
-        # tables that follow from the layer's number
+        # buffers that are computed from the layer's number
         ignored = ["slope_rate", "query_decay", "key_decay", "diagonal_decay"]
         layouts = {"transformers' MiniMaxLightningAttention": sources}
         return _weights.load(cls, arguments, options, weights, prefix, layouts, ignored)

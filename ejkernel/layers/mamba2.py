@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ejkernel import _checks
+from ejkernel.kernels.step.call import Results
 from ejkernel.layers import _one_token, _weights
 from ejkernel.layers._convolution import ShortConvolution
 from ejkernel.layers._gated_norm import normed_and_gated
@@ -23,29 +24,29 @@ from ejkernel.linear_attention import simple_gla
 
 
 class Mamba2(RecurrentLayer):
-    """Mamba-2: a state space model whose every token chooses a time step per head, for which the memory fades.
+    """Mamba-2: a state space model with a time step per token and head.
 
-    It is linear attention with queries `C`, keys `B` and values `x · dt`, whose log decay is `-exp(A_log) · dt` with
-    `dt = softplus(… + dt_bias)`, and to whose output `D · x` is added.
+    It is linear attention with queries `C`, keys `B` and values `x · dt`. The log decay is `-exp(A_log) · dt` with the
+    time step `dt = softplus(… + dt_bias)`, and `D · x` is added to the output.
 
     Args:
-        width: Last dim of the input and the output.
-        heads: How many heads values, time steps and memories have.
-        head_dim: Of each head's values.
-        state_dim: Of queries and keys.
+        width: The size of the last axis of the input and the output.
+        heads: How many heads values, time steps and the state have.
+        head_dim: The size of each value head.
+        state_dim: The size of each query and key head.
         groups: How many heads queries and keys have, a divisor of `heads`.
-        convolution: Tokens that the short convolution of queries, keys and values spans, its own included.
-        convolution_bias: Whether that has a bias.
-        bias: Whether the projections have one.
-        out_bias: Whether the last projection has one; `None` is as `bias` says.
-        time_step_limit: The shortest and the longest time step, past which they are cut off.
-        norm: Whether the output is normalised, which Falcon-H1 may do without.
-        norm_groups: How many groups of heads are normalised on their own; `None` is `groups`, as published.
-        norm_before_gate: Whether the output gate comes after the norm instead of before it.
-        multipliers: What the output gate, the values, the keys, the queries and the time steps are multiplied by where
-            they leave the first projection, as in Falcon-H1; `None` is nothing.
+        convolution: How many tokens the short convolution of queries, keys and values spans, the token itself included.
+        convolution_bias: Whether the convolution has a bias.
+        bias: Whether the projections have a bias.
+        out_bias: Whether the last projection has a bias; `None` is as `bias` says.
+        time_step_limit: The shortest and the longest time step, to which time steps are clipped.
+        norm: Whether the output is normalised. Falcon-H1 has models without.
+        norm_groups: How many groups of heads are normalised separately; `None` is `groups`, as published.
+        norm_before_gate: Whether the output is normalised before the output gate instead of after it.
+        multipliers: Factors of the output gate, the values, the keys, the queries and the time steps, applied after the
+            first projection, as in Falcon-H1; `None` is without.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms, time steps and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is the input's. Norms, time steps and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -92,8 +93,9 @@ class Mamba2(RecurrentLayer):
         self.norm_groups = group_count("norm_groups", groups if norm_groups is None else norm_groups, heads)
         self.norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
         self.multipliers = _checked_multipliers(multipliers)
+        self.has_step = self.multipliers is None
         features, states = heads * head_dim, groups * state_dim
-        # side by side for each group: the output gate, the convolution's channels (value, key, query), the time steps
+        # columns of each group: the output gate, the convolution's channels (value, key, query), the time steps
         self.into = init.column_parallel(width, 2 * features + 2 * states + heads, bias=bias)
         self.convolution = ShortConvolution(convolution, (features, states, states), init, bias=convolution_bias)
         self.A_log = init.param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
@@ -113,7 +115,7 @@ class Mamba2(RecurrentLayer):
         (value, key, query), recent = self.convolution(mixed, state.recent, sequences)
         value = split_heads(value, self.heads)
         step = jnp.clip(time_step(step, self.dt_bias[...]), *self.time_step_limit)
-        # a group's queries and keys serve several heads' values
+        # all heads of a group share its query and key
         output, memory = simple_gla(
             split_heads(query, self.groups),
             split_heads(key, self.groups),
@@ -126,19 +128,17 @@ class Mamba2(RecurrentLayer):
         return self._normed(output, output_gate, value), RecurrentState(memory, recent)
 
     def _widths(self) -> tuple[int, int, int, int, int]:
-        """Of a group's part of the projection: output gate, value, key, query and time steps."""
+        """How many columns of a group are the output gate, value, key, query and time steps."""
         features = self.heads * self.head_dim // self.groups
         return features, features, self.state_dim, self.state_dim, self.heads // self.groups
 
-    def _step(self, x: jax.Array, state: RecurrentState) -> Mixed:
-        if self.multipliers is not None:
-            return self._mix(x, state, Sequences())
+    def _step(self, x: jax.Array, state: RecurrentState) -> Results:
         features, states = self.heads * self.head_dim, self.groups * self.state_dim
         gate_last = self.norm is not None and self.norm_before_gate
         projected, groups = self.into(x), self.groups
         _, value, key, query, step = np.cumsum([0, *self._widths()[:-1]]).tolist()
         output_gate = Heads(projected, self.head_dim, groups, 0, self.heads)
-        found = _one_token.run(
+        results = _one_token.run(
             state,
             Heads(projected, self.state_dim, groups, query, groups),
             Heads(projected, self.state_dim, groups, key, groups),
@@ -155,16 +155,16 @@ class Mamba2(RecurrentLayer):
             skip=self.D[...],
             output_gate=None if gate_last else output_gate,
         )
-        output = found.output
+        output = results.output
         if self.norm is not None:
             output = self.norm(output, self.norm_groups)
         if gate_last:
             gate = merge_heads(split_heads(projected, groups)[..., :value])
             output = output * jax.nn.silu(wide(gate))
-        return output, RecurrentState(found.memory, found.recent)
+        return results._replace(output=output)
 
     def _normed(self, output: jax.Array, gate: jax.Array, value: jax.Array) -> jax.Array:
-        """The output and what skips the memory, times the gate, normalised group by group before or after that."""
+        """The output plus `D · value`, multiplied by the gate, and normalised group by group before or after that."""
         if self.norm is None:
             value = wide(value)
             output = wide(output) + matching(self.D[...][:, None], value) * value
@@ -175,7 +175,7 @@ class Mamba2(RecurrentLayer):
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of the Mamba-2 of transformers' Mamba-2, Bamba, Nemotron-H, Falcon-H1 and others.
+        """The layer with the weights of transformers' mixers of Mamba-2, Bamba, Nemotron-H, Falcon-H1 and others.
 
         Their names are the same. See `ejkernel.layers` for the arguments.
         """
@@ -183,7 +183,7 @@ class Mamba2(RecurrentLayer):
 
 
 def _by_group(rows: np.ndarray, layer: Mamba2) -> np.ndarray:
-    """Rows of all gates, values, keys, queries and time steps, put side by side for each group."""
+    """Rows of all gates, values, keys, queries and time steps, reordered group by group."""
     return _weights.grouped(rows, [layer.groups * each for each in layer._widths()], layer.groups)
 
 

@@ -18,21 +18,21 @@ from ejkernel.linear_attention import retention
 
 
 class Retention(GatedOutputLayer):
-    """Retention: memory fades at a fixed rate per head, the same for every token.
+    """Retention: linear attention whose state decays at a fixed rate per head.
 
-    Queries and keys are rotated by their position, so the state counts the tokens.
+    Queries and keys are rotated by their position, so the state also has the number of tokens.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads share the keys' and the values' width.
-        kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
-        key_width: Of all heads' queries together; `None` is `width`.
-        value_width: Of all heads' outputs together; `None` is twice the `width`.
-        convolution: Tokens that a short convolution of queries, keys and values spans, its own included;
+        kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is `heads`.
+        key_width: The size of all query heads together; `None` is `width`.
+        value_width: The size of all heads' outputs together; `None` is twice the `width`.
+        convolution: How many tokens a short convolution of queries, keys and values spans, the token itself included;
             `None`, as published, is without one.
         rope_theta: The base of the rotation's frequencies.
         epsilon: Added to the mean square in the norm.
-        dtype: The dtype to compute in; `None` is the input's. Norms, gates and the memory are in at least float32.
+        dtype: The dtype to compute in; `None` is that of the input. Norms, gates and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.
         rngs: Random keys for the initial parameters.
 
@@ -45,7 +45,7 @@ class Retention(GatedOutputLayer):
         ((30, 64), (2, 4, 16, 32), [10, 20])
     """
 
-    counts_tokens = True
+    counts_tokens, has_step = True, False
 
     def __init__(
         self,

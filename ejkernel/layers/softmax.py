@@ -24,19 +24,21 @@ from ejkernel.layers._parameters import (
     unit_mean_square,
     wide,
 )
-from ejkernel.layers._rotary import rotary
-from ejkernel.layers._serving import RaggedBatch, attended_whole, checked_pages
-from ejkernel.layers._tokens import Sequences, positions, stored
+from ejkernel.layers._rotary import rotary_or_none
+from ejkernel.layers._tokens import Sequences, stored
 from ejkernel.paged_attention import PagedCache, paged_attention
+
+# queries, keys, values and the logits of the output gate
+Projected = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 class KeyValueCache(NamedTuple):
-    """The keys and values of the tokens seen, and how many there are.
+    """The keys and values of all earlier tokens, and how many there are.
 
     Attributes:
         key: `[B, capacity, Hkv, K]`, rotated by their positions.
         value: `[B, capacity, Hkv, K]`.
-        position: `[B]` int32, where the next token goes.
+        position: `[B]` int32, the position of the next token.
     """
 
     key: jax.Array
@@ -49,27 +51,28 @@ class KeyValueCache(NamedTuple):
 
 
 class MultiHeadAttention(CachedAttention):
-    """Causal softmax attention with rotary positions, optionally with fewer key/value heads, a window, sinks and more.
+    """Causal softmax attention with rotary positions, and options for grouped heads, windows, sinks and more.
 
-    Its options make it the attention of Llama, Gemma 2 to 4, gpt-oss, Qwen3, Qwen3-Next, Qwen3.5 and others; their
+    The options make it the attention of Llama, Gemma 2 to 4, gpt-oss, Qwen3, Qwen3-Next, Qwen3.5 and others; their
     defaults are Llama's.
 
     Args:
-        width: Last dim of the input and the output.
+        width: The size of the last axis of the input and the output.
         heads: How many heads queries have.
-        kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is as many.
-        head_dim: Of each head's queries, keys and values; `None` is `width / heads`.
-        bias: Whether the projections have one.
-        out_bias: Whether the last projection has one; `None` is as `bias` says. Qwen2's has none.
+        kv_heads: How many heads keys and values have, a divisor of `heads`; `None` is `heads`.
+        head_dim: The size of each query, key and value head; `None` is `width / heads`.
+        bias: Whether the projections have a bias.
+        out_bias: Whether the last projection has a bias; `None` is as `bias` says. Qwen2's has none.
         window: How many tokens a query sees, its own included; `None` is all.
-        soft_cap: Scores become `soft_cap · tanh(scores / soft_cap)`; `None` leaves them.
-        softmax_scale: What scores are multiplied by; `None` is `head_dim ** -0.5`.
-        sinks: Whether each head has a logit of its own in the softmax's denominator.
-        norm: Whether each head's queries and keys are normalised before they are rotated.
-        value_norm: Whether each head's values are normalised, without a scale, as in Gemma 4.
-        values_are_keys: Whether values are the projected keys, before norm and rotation, as in larger Gemma 4 models;
-            there is no projection of values then.
-        output_gate: Whether the output is multiplied by a sigmoid of the input; it is made beside the queries.
+        soft_cap: Scores become `soft_cap · tanh(scores / soft_cap)`; `None` is without a cap.
+        softmax_scale: The factor of scores; `None` is `head_dim ** -0.5`.
+        sinks: Whether each head has a learned logit that is added to the softmax's denominator.
+        norm: Whether each query and key head is normalised before rotation.
+        value_norm: Whether each value head is normalised, without a scale, as in Gemma 4.
+        values_are_keys: Whether values are the projected keys, before norm and rotation, as in larger Gemma 4 models.
+            There is then no projection of values.
+        output_gate: Whether the output is multiplied by the sigmoid of a projection of the input. The projection of
+            queries computes it too.
         rope_theta: The base of the rotation's frequencies; `None` is without rotation.
         rotary_dim: How many of a head's dims are rotated; `None` is all.
         rope_scaling: As a model's `config.json` has it; `rope_type` is `default`, `linear`, `llama3`, `yarn` or
@@ -92,6 +95,7 @@ class MultiHeadAttention(CachedAttention):
 
     cache_type = KeyValueCache
     patterns = ("Hkv K", "Hkv K")
+    page_pattern = "P page Hkv K"
 
     def __init__(
         self,
@@ -125,21 +129,17 @@ class MultiHeadAttention(CachedAttention):
         self.window = None if window is None else _checks.positive_int("window", window)
         self.soft_cap = None if soft_cap is None else _checks.positive("soft_cap", soft_cap)
         self.softmax_scale = None if softmax_scale is None else _checks.positive("softmax_scale", softmax_scale)
-        if rope_theta is None:
-            self.rotate = None
-            for name, each in (("rotary_dim", rotary_dim), ("rope_scaling", rope_scaling)):
-                if each is not None:
-                    _checks.fail(name, repr(each), "None, as rope_theta is None")
-        else:
-            rotated = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
-            if rotated % 2 or rotated > self.head_dim:
-                name, got = ("head_dim", self.head_dim) if rotary_dim is None else ("rotary_dim", rotated)
-                _checks.fail(name, got, f"an even number of the {self.head_dim} dims of a head, as rotation needs")
-            self.rotate = rotary(rotated, _checks.positive("rope_theta", rope_theta), rope_scaling)
+        rotated = self.head_dim if rotary_dim is None else _checks.positive_int("rotary_dim", rotary_dim)
+        if rope_theta is None and rotary_dim is not None:
+            _checks.fail("rotary_dim", repr(rotary_dim), "None, as rope_theta is None")
+        if rope_theta is not None and (rotated % 2 or rotated > self.head_dim):
+            name = "head_dim" if rotary_dim is None else "rotary_dim"
+            _checks.fail(name, rotated, f"an even number of the {self.head_dim} dims of a head, as rotation needs")
+        self.rotate = rotary_or_none(rotated, rope_theta, rope_scaling)
         init = ParamInit(dtype, param_dtype, rngs)
         self.dtype = init.dtype
         bias, self.output_gate = _checks.flag("bias", bias), _checks.flag("output_gate", output_gate)
-        # a head's gate stands beside its query
+        # columns of each head: its query, then its gate
         self.query = init.column_parallel(width, (2 if output_gate else 1) * heads * self.head_dim, bias=bias)
         self.key = init.column_parallel(width, self.kv_heads * self.head_dim, bias=bias)
         same = _checks.flag("values_are_keys", values_are_keys)
@@ -159,11 +159,6 @@ class MultiHeadAttention(CachedAttention):
         shape = (*rows, self.kv_heads, self.head_dim)
         return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def _attend_without_cache(self, x: jax.Array, sequences: Sequences) -> jax.Array:
-        query, key, value, gate = self._projected(x, positions(x, None, sequences))
-        output = flash_attention(query, key, value, causal=True, **sequences.keywords, **self._options())
-        return self._finish(output, gate)
-
     def _extend(
         self, x: jax.Array, cache: KeyValueCache, at: jax.Array, fits: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -171,20 +166,20 @@ class MultiHeadAttention(CachedAttention):
             return _one_token.in_two_rows(self._decode, x, cache)
         query, key, value, gate = self._projected(x, at)
         keys, values = stored(cache.key, key, at, fits), stored(cache.value, value, at, fits)
-        # causality, counted from the first query's position, also hides the empty rest of the cache
-        output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
-        return self._finish(output, gate), (keys, values)
+        # causal masks, which count from the first query's position, also hide the unused end of the cache
+        projected = query, keys, values, gate
+        return self._finish(x, projected, self._attend(projected, query_offset=cache.position)), (keys, values)
 
     def _decode(self, x: jax.Array, cache: KeyValueCache) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The same of a single token, `[rows, 1, width]`, of which the cache may have fewer rows: others are copies."""
+        """The same for a single token `[rows, 1, width]`; rows past those of the cache are copies of the others."""
         D, kv_heads, gate = self.head_dim, self.kv_heads, None
         kernels = [each for each in (self.query, self.key, self.value) if each is not None]
         projected, (start, *starts) = side_by_side(kernels, apart(x))
         heads = Heads(projected, D, 1, start, self.heads)
         if self.output_gate:
-            query = projected[..., start : start + 2 * self.heads * D]
-            heads, gate = Heads(query, D, self.heads, 0, self.heads), split_heads(query, self.heads)[..., D:]
-            gate = gate[: cache.key.shape[0], None]
+            query_gate = projected[..., start : start + 2 * self.heads * D]
+            heads = Heads(query_gate, D, self.heads, 0, self.heads)
+            gate = split_heads(query_gate, self.heads)[: cache.key.shape[0], None, :, D:]
         query, keys, values = _one_token.rotate_and_store(
             heads,
             Heads(projected, D, 1, starts[0], kv_heads),
@@ -198,24 +193,21 @@ class MultiHeadAttention(CachedAttention):
             value_norm=self.value_norm,
             epsilon=self.epsilon,
         )
-        output = flash_attention(query, keys, values, causal=True, query_offset=cache.position, **self._options())
-        return self._finish(output, gate), (keys, values)
+        projected_heads = query, keys, values, gate
+        output = self._attend(projected_heads, query_offset=cache.position)
+        return self._finish(x, projected_heads, output), (keys, values)
 
-    def _serve(
-        self, dims: _checks.Dims, x: jax.Array, sequences: Sequences, cache: Any, batch: RaggedBatch
-    ) -> tuple[jax.Array, PagedCache]:
-        cache, lengths = checked_pages(dims, x, cache, batch, "P page Hkv K")
-        query, key, value, gate = self._projected(x, positions(x, lengths, sequences))
-        options = self._options()
-        if batch.whole_prompts:
-            output = flash_attention(query, key, value, causal=True, **sequences.keywords, **options)
-            output, cache = attended_whole(batch, self.window, output, key, value, cache)
-        else:
-            where = batch.pages(self.window), lengths, batch.cu_seqlens
-            output, cache = paged_attention(query, key, value, cache, *where, **options)
-        return self._finish(output, gate), cache
+    def _key_value_of_pages(self, projected: Projected) -> tuple[jax.Array, jax.Array]:
+        return projected[1], projected[2]
 
-    def _projected(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    def _attend_to_pages(self, projected: Projected, cache: PagedCache, *where: Any) -> tuple[jax.Array, PagedCache]:
+        return paged_attention(*projected[:3], cache, *where, **self._options())
+
+    def _attend(self, projected: Projected, **options: Any) -> jax.Array:
+        query, key, value, _ = projected
+        return flash_attention(query, key, value, causal=True, **options, **self._options())
+
+    def _projected(self, x: jax.Array, at: jax.Array) -> Projected:
         query, gate = split_heads(self.query(x), self.heads), None
         if self.output_gate:
             query, gate = jnp.split(query, 2, -1)
@@ -237,14 +229,15 @@ class MultiHeadAttention(CachedAttention):
             "softmax_aux": None if self.sinks is None else wide(self.sinks[...])[:, None],
         }
 
-    def _finish(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
+    def _finish(self, x: jax.Array, projected: Projected, output: jax.Array) -> jax.Array:
+        gate = projected[3]
         if gate is not None:
             output = (wide(output) * jax.nn.sigmoid(wide(gate))).astype(output.dtype)
         return self.out(merge_heads(output))
 
     @classmethod
     def from_transformers(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of the attention of transformers' Llama, Gemma 2 or 4, gpt-oss, Qwen3 and others.
+        """The layer with the weights of transformers' attention in Llama, Gemma 2 or 4, gpt-oss, Qwen3 and others.
 
         See `ejkernel.layers` for the arguments.
         """
@@ -253,16 +246,16 @@ class MultiHeadAttention(CachedAttention):
 
     @classmethod
     def from_gemma3(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of transformers' `Gemma3Attention`, `norm` on; its scales are stored less 1.
+        """The layer with the weights of transformers' `Gemma3Attention`, whose norms' scales are stored less 1.
 
-        See `ejkernel.layers` for the arguments.
+        `norm` is on. See `ejkernel.layers` for the arguments.
         """
         layouts = {"transformers' Gemma3Attention": _SCALES_LESS_1}
         return _weights.load(cls, arguments, {"norm": True, **options}, weights, prefix, layouts)
 
     @classmethod
     def from_qwen3_next(cls, weights: _weights.Weights, *arguments: Any, prefix: str = "", **options: Any) -> Self:
-        """The layer with the weights of the attention of transformers' Qwen3-Next or Qwen3.5, which name it alike.
+        """The layer with the weights of transformers' attention in Qwen3-Next or Qwen3.5, which have the same names.
 
         `norm` and `output_gate` are on. See `ejkernel.layers` for the arguments.
         """

@@ -97,6 +97,17 @@ def test_variants_of_released_models(name, x):
         assert_close(output[row], variant.expected(variant.weights(), x[row]), 1e-5)
 
 
+@pytest.mark.parametrize("name", [*PUBLISHED, "mamba of Falcon-H1"])
+def test_a_single_row_is_compiled_step_by_step(name, x):
+    """GPUs may compute it as two rows, and JAX traces that wherever the step is compiled."""
+    layer = (PUBLISHED | VARIANTS)[name].make()
+    call = nnx.jit(lambda layer, x, state: layer(x, state))
+    expected, _ = call(layer, x[:1], layer.empty_cache(1, TOKENS))
+    _, state = call(layer, x[:1, :-1], layer.empty_cache(1, TOKENS))
+    output, _ = call(layer, x[:1, -1:], state)
+    assert_close(output, expected[:, -1:], 1e-5)
+
+
 def test_weights_that_do_not_fit_are_all_listed(published):
     weights = {f"layer.{name}": each for name, each in published.weights().items()}
     missing, turned, whole, *_ = weights

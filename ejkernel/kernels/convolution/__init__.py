@@ -1,4 +1,4 @@
-"""The short convolution over tokens, every channel by itself."""
+"""The short convolution over tokens, which is depthwise: it does not mix channels."""
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.convolution import xla

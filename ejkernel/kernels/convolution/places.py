@@ -1,4 +1,4 @@
-"""Where sequences lie in their rows, as far as a convolution can tell: it looks `W - 1` tokens back."""
+"""Where sequences begin and end in their rows, as far as a convolution that spans `W` tokens needs to know."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ from ejkernel.kernels.convolution.call import Call, Inputs
 
 
 class Places(NamedTuple):
-    """Places of tokens and sequences. States are counted by rows: `[1, N]` if packed, else `[B, 1]`.
+    """Places of tokens and states. Arrays of states are `[rows, states]`: `[1, N]` if packed, else `[B, 1]`.
 
     Attributes:
-        position: `[B, T]`, how many tokens of its own sequence lie before each token, at most `W - 1`; -1 for padding.
-        first: `[rows, states]`, the first token of the sequence that an initial state belongs to.
+        position: `[B, T]`, how many tokens of the same sequence precede each token, at most `W - 1`; -1 for padding.
+        first: `[rows, states]`, the first token of the sequence that starts from the initial state.
         length: `[rows, states]`, how many tokens that sequence has, at most `W - 1`.
-        last: `[rows, states]`, the last token of the sequence that a final state belongs to.
+        last: `[rows, states]`, the last token of the sequence that the final state belongs to.
         reach: `[rows, states]`, the position of that token, -1 if there is none.
-        continues: `[rows, states]`, whether initial and final state belong to the same sequence. It need not be right
-            where that has `W` tokens or more.
+        continues: `[rows, states]`, whether initial and final state belong to the same sequence. May be wrong for
+            sequences of `W` tokens or more.
     """
 
     position: jax.Array
@@ -29,17 +29,17 @@ class Places(NamedTuple):
     continues: jax.Array
 
     def heads(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Where the first `W - 1` tokens behind each initial state are, and which there are; both `[N, W - 1]`."""
+        """Indices of the first `W - 1` tokens after each initial state, and whether they exist; both `[N, W - 1]`."""
         order = _order(call)
         return _by_state(call, self.first[..., None] + order), _by_state(call, order < self.length[..., None])
 
     def tails(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Where the last `W - 1` tokens before each final state are, and which there are; both `[N, W - 1]`."""
+        """Indices of the last `W - 1` tokens before each final state, and whether they exist; both `[N, W - 1]`."""
         back = _order(call)[..., ::-1]
         return _by_state(call, self.last[..., None] - back), _by_state(call, back <= self.reach[..., None])
 
     def used(self, call: Call, has_states: bool) -> jax.Array:
-        """Which tokens, `[B, T]`, are no padding and do not read an initial state, of which there are some or none."""
+        """Which tokens `[B, T]` are not padding and, if the call `has_states`, do not read an initial state."""
         used = self.position >= 0
         if not has_states:
             return used
@@ -49,7 +49,7 @@ class Places(NamedTuple):
         return used & ((token < self.first) | (token >= self.first + self.length))
 
     def carried(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Which rows of the initial state are in the final one, and whether any is there; both `[N, W - 1]`."""
+        """For each row of the final states, the row of the initial state it may be, and whether it is; `[N, W - 1]`."""
         back = _order(call)[..., ::-1]
         reach = self.reach[..., None]
         older = (back > reach) & self.continues[..., None]
@@ -65,7 +65,7 @@ def _by_state(call: Call, x: jax.Array) -> jax.Array:
 
 
 def places(call: Call, inputs: Inputs) -> Places | None:
-    """Where sequences lie; `None` where each row is one sequence."""
+    """The places of a call; `None` if each row is one sequence."""
     if call.layout == "packed":
         assert inputs.cu_seqlens is not None
         return _packed(call, inputs.cu_seqlens.astype(jnp.int32))
@@ -98,7 +98,7 @@ def _segments(call: Call, ids: jax.Array) -> Places:
     first, back = (jnp.argmax(each, 1, keepdims=True).astype(jnp.int32) for each in (used, used[:, ::-1]))
     last = call.tokens - 1 - back
     reach = jnp.where(some, jnp.take_along_axis(position, last, 1), -1)
-    # its first tokens stand at 0, 1, 2, …; tokens of a later sequence there do not
+    # tokens at positions 0, 1, 2, … after `first` belong to the first sequence, others to later ones
     order = jnp.arange(min(call.history, call.tokens), dtype=first.dtype)[None]
     there = jnp.minimum(first + order, call.tokens - 1)
     of_first = (first + order < call.tokens) & (jnp.take_along_axis(position, there, 1) == order)
@@ -107,7 +107,7 @@ def _segments(call: Call, ids: jax.Array) -> Places:
 
 
 def _positions(call: Call, follows: jax.Array, used: jax.Array) -> jax.Array:
-    """`Places.position`, from which tokens follow another one of their sequence and which are no padding; `[B, T]`."""
+    """`Places.position`, given which tokens follow one of the same sequence, and which are not padding; `[B, T]`."""
     position, unbroken = jnp.zeros(follows.shape, jnp.int32), follows
     for distance in range(1, call.taps):
         position += unbroken.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Initial and final states of a convolution: small gathers and scatters, `W - 1` tokens a sequence."""
+"""Initial and final states of a convolution: gathers and scatters of `W - 1` tokens per sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ from ejkernel.kernels.convolution.places import Places
 
 
 def initial_states(call: Call, initial_state: jax.Array | None, rows: int | None = None) -> jax.Array:
-    """`[N, W - 1, D]` in the call's dtype; zeros if there are none, for so many `rows` or `N`."""
+    """The initial states `[N, W - 1, D]` in the call's dtype; zeros, for so many `rows` or `N`, if there are none."""
     if initial_state is None:
         return jnp.zeros((call.sequences if rows is None else rows, call.history, call.channels), call.dtype)
     return initial_state.astype(call.dtype)
 
 
 def take(call: Call, x: jax.Array, at: jax.Array, there: jax.Array) -> jax.Array:
-    """The tokens of `x [B, T, D]` that `at [N, W - 1]` names, and 0 for those that are not `there`."""
+    """The tokens of `x [B, T, D]` at the indices `at [N, W - 1]`, and 0 for those that are not `there`."""
     index = jnp.clip(at, 0, call.tokens - 1).reshape(x.shape[0], -1, 1)
-    found = jnp.take_along_axis(x, index, 1).reshape(*at.shape, x.shape[-1])
-    return jnp.where(there[..., None], found, 0)
+    tokens = jnp.take_along_axis(x, index, 1).reshape(*at.shape, x.shape[-1])
+    return jnp.where(there[..., None], tokens, 0)
 
 
 def put(call: Call, x: jax.Array, at: jax.Array, there: jax.Array, tokens: jax.Array, add: bool = False) -> jax.Array:
-    """`x [B, T, D]` with `tokens [N, W - 1, D]` in their places or, with `add`, added to what is there."""
+    """`x [B, T, D]` with `tokens [N, W - 1, D]` at the indices `at`, or added there; none that are not `there`."""
     index = jnp.where(there, at, call.tokens).reshape(x.shape[0], -1)
 
     def row(x: jax.Array, index: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -32,24 +32,22 @@ def put(call: Call, x: jax.Array, at: jax.Array, there: jax.Array, tokens: jax.A
 
 
 def final_states(call: Call, where: Places | None, x: jax.Array, initial_state: jax.Array | None) -> jax.Array:
-    """The last `W - 1` inputs of each sequence, `[N, W - 1, D]`; the older ones of a shorter one are initial states."""
+    """The last `W - 1` inputs of each sequence, `[N, W - 1, D]`; inputs before its first are from the initial state."""
     if where is None:
         states = initial_states(call, initial_state)
         return jnp.concatenate([states[:, call.tokens :], x[:, max(call.tokens - call.history, 0) :]], 1)
-    found = take(call, x, *where.tails(call))
+    tails = take(call, x, *where.tails(call))
     if initial_state is None:
-        return found
+        return tails
     row, older = where.carried(call)
-    kept = jnp.take_along_axis(
-        initial_states(call, initial_state), jnp.clip(row, 0, max(call.history - 1, 0))[..., None], 1
-    )
-    return jnp.where(older[..., None], kept, found)
+    index = jnp.clip(row, 0, max(call.history - 1, 0))[..., None]
+    return jnp.where(older[..., None], jnp.take_along_axis(initial_states(call, initial_state), index, 1), tails)
 
 
 def final_gradient(
     call: Call, where: Places | None, d_final: jax.Array, d_x: jax.Array, d_states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of `x` and of the initial states, with what comes from the final states added to them."""
+    """`d_x` and `d_states`, the cotangent of the initial states, plus the contributions of the final states'."""
     to_x, to_states = d_final.astype(d_x.dtype), d_final.astype(d_states.dtype)
     if where is None:
         before = max(call.history - call.tokens, 0)

@@ -1,4 +1,4 @@
-"""A recurrence's output, normalised and gated: what a layer does before its last projection."""
+"""The norm and the output gate that a layer applies to its recurrence's output before the last projection."""
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.gated_norm import xla

@@ -1,4 +1,4 @@
-"""One token before softmax attention: its query and key are normed and rotated, key and value go to the cache."""
+"""One token before softmax attention: query and key are normalised and rotated, key and value stored in the cache."""
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.rotary import xla

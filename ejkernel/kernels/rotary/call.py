@@ -1,4 +1,4 @@
-"""What is done to one token before it attends: static facts and arrays."""
+"""What one token goes through before it attends: the static facts of a call, and its arrays."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,19 +11,20 @@ from ejkernel.kernels._views import View
 
 @dataclass(frozen=True)
 class Call:
-    """Static facts of one token of each row.
+    """Static facts of a call, which computes one token of each row.
 
-    Heads of queries and keys are divided by the root of their mean square and multiplied by a scale if there is one;
-    so are values if `value_norm`, without a scale. Pairs of a head's dims, from the two halves of its first ones, are
-    rotated by a position's angles, whose cosines and sines are multiplied by `factor`.
+    With scales, each query and key head is divided by the root of its mean square and multiplied by its scale. With
+    `value_norm`, value heads are normalised so too, without a scale. Then the first `2 · pairs` dims of each query and
+    key head are rotated: dim `i` together with dim `i + pairs`. The cosines and sines of the position's angles are
+    multiplied by `factor`. Keys and values go to the cache, unless their position is none of the cache's.
     """
 
     batch: int
-    query: View
-    key: View
-    value: View
+    queries: View  # not `query`: with it would be `value`, which means something else to Triton
+    keys: View
+    values: View
     capacity: int
-    pairs: int  # of dims that are rotated; 0 for none
+    pairs: int
     factor: float
     value_norm: bool
     epsilon: float
@@ -31,11 +32,15 @@ class Call:
 
     @property
     def wide(self) -> np.dtype:
+        """The dtype to compute in."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call. The first three may be the same, and may have copies of the rows behind them."""
+    """The arrays of a call.
+
+    The first three are outputs of projections. They may be one array, and may hold copies of the rows behind the rows.
+    """
 
     query: jax.Array  # [rows, groups, width]
     key: jax.Array
@@ -49,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of a call. Tokens at positions that the cache does not have are not stored."""
+    """The rotated queries, and the caches with the new keys and values."""
 
     query: jax.Array  # [B, 1, H, D]
     keys: jax.Array

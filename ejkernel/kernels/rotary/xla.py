@@ -1,4 +1,4 @@
-"""The same in plain JAX, which runs anywhere."""
+"""Rotation and cache update of one token in plain JAX, which runs anywhere."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def run(call: Call, *arrays: Any) -> Results:
 
 def rotate_and_store(call: Call, inputs: Inputs) -> Results:
     """What `Call` describes, in at least float32."""
-    views = call.query, call.key, call.value
+    views = call.queries, call.keys, call.values
     query, key, value = (
         view.of(x, call.batch).astype(call.wide) for view, x in zip(views, inputs[:3], strict=True)
     )  # [B, heads, D]
@@ -31,7 +31,7 @@ def rotate_and_store(call: Call, inputs: Inputs) -> Results:
     # a negative index would count from the end; one past the capacity is dropped
     place = jnp.where((place >= 0) & (place < call.capacity), place, call.capacity)
     row = jnp.arange(call.batch, dtype=jnp.int32)
-    # rounded as they are computed with, and then as the cache is
+    # rounded to the dtype of the computation first, then to that of the cache
     key, value = key.astype(call.dtype), value.astype(call.dtype)
     return Results(
         query.astype(call.dtype)[:, None],

@@ -1,4 +1,4 @@
-"""One token of a layer with a memory, between its projections: what several ops do, in one kernel or two."""
+"""One decoding step of a recurrent layer between its projections: what would be several ops, in one kernel or two."""
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.step import xla

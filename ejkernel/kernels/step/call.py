@@ -1,4 +1,4 @@
-"""What a step of a layer is: its static facts and its arrays."""
+"""One decoding step of a recurrent layer, between its projections: the static facts of a call, and its arrays."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,39 +11,38 @@ from ejkernel.kernels._views import View
 
 @dataclass(frozen=True)
 class Call:
-    """Static facts of one step, which is in order:
+    """Static facts of one step. In this order, a step does the following to one token of each row:
 
     1. With `taps`, queries, keys and values are convolved with the last tokens, and go through SiLU.
-    2. With `normalize`, queries and keys are divided by their norm.
-    3. The log decay is `factor · log σ(gate)`, `-exp(rate) · softplus(gate + bias)` or
-       `factor · σ(exp(rate) · (gate + bias))`, as `decay` says. In the second the softplus is a time step within
-       `limits`, by which values are multiplied if `values_by_step`.
-    4. The memory fades by it and takes up the token, by the delta rule with the share `beta_factor · σ(beta)`, or
-       adding it; the output is what the query finds there, times `scale`.
-    5. `skip` times the value is added.
-    6. With an `epsilon` each head is divided by the root of its mean square, and multiplied by `norm`.
-    7. It is multiplied by the activated output gate.
+    2. With `normalize`, each query and key head is divided by its norm.
+    3. The log decay is, by `decay`: `factor · log σ(gate)`, or `-exp(rate) · softplus(gate + bias)`, or
+       `factor · σ(exp(rate) · (gate + bias))`. In the second, the softplus is a time step, clipped to `limits`. With
+       `values_by_step`, values are multiplied by it.
+    4. The state decays. Then it is updated by the delta rule with the step size `beta_factor · σ(beta)`, or, without
+       `beta`, by adding `key valueᵀ`. The output is the query times the new state, times `scale`.
+    5. `skip` times the value is added to the output.
+    6. With an `epsilon`, each head of the output is divided by the root of its mean square and multiplied by `norm`.
+    7. The output is multiplied by the activated output gate.
 
-    Each of query, key and value has a number of heads that divides `heads`.
+    Queries, keys and values may each have fewer heads than the state has, any number that divides `heads`.
     """
 
     batch: int
-    copies: int  # how often the rows of the batch, one after the other, are in the arrays of projections and the output
+    copies: int  # how many copies of the batch the projections and the output hold, one after the other
     heads: int
-    query: View
-    key: View
-    value: View
+    queries: View  # not `query`: with it would be `value`, which means something else to Triton
+    keys: View
+    values: View
     gate: View
     beta: View | None
     output_gate: View | None
-    rule: Literal["linear", "delta"]
     decay: Literal["log_sigmoid", "softplus", "bounded"]
     factor: float
     limits: tuple[float, float]
     values_by_step: bool
     beta_factor: float
     taps: int
-    channels: tuple[int, int, int]  # of the convolution: the first of queries, of keys and of values
+    first_channels: tuple[int, int, int]  # where queries, keys and values begin among the convolution's channels
     normalize: bool
     scale: float
     epsilon: float | None
@@ -52,48 +51,48 @@ class Call:
 
     @property
     def key_dim(self) -> int:
-        return self.key.dim
+        return self.keys.dim
 
     @property
     def value_dim(self) -> int:
-        return self.value.dim
+        return self.values.dim
 
     @property
-    def mixed(self) -> tuple[View, View, View]:
-        """What is convolved."""
-        return self.query, self.key, self.value
+    def convolved(self) -> tuple[View, View, View]:
+        return self.queries, self.keys, self.values
 
     @property
     def output_dtype(self) -> np.dtype:
-        """What is not normalised here will be elsewhere, from all of its digits."""
+        """An output that is not normalised here is normalised elsewhere, and is not rounded before that."""
         return self.wide if self.epsilon is None else self.dtype
 
     @property
     def wide(self) -> np.dtype:
+        """The dtype to compute in."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
 
 class Inputs(NamedTuple):
-    """The arrays of a step. Several of the first six may be the same."""
+    """The arrays of a step. The first six are outputs of projections, and several of them may be one array."""
 
-    query: jax.Array  # these six `[copies · B, groups, width]`
+    query: jax.Array  # the first six are `[copies · B, groups, width]`
     key: jax.Array
     value: jax.Array
     gate: jax.Array
     beta: jax.Array | None
     output_gate: jax.Array | None
-    memory: jax.Array  # [B, H, K, V]
-    recent: jax.Array | None  # [B, taps - 1, channels]
+    memory: jax.Array  # the state, [B, H, K, V]
+    recent: jax.Array | None  # the last tokens before the convolution, [B, taps - 1, channels]
     taps: jax.Array | None  # [taps, channels]
     taps_bias: jax.Array | None  # [channels]
     rate: jax.Array | None  # [H]
-    bias: jax.Array | None  # [H] or, with a gate a key dim, [H · K]
+    bias: jax.Array | None  # [H] or, if each key dim has a gate, [H · K]
     skip: jax.Array | None  # [H]
     norm: jax.Array | None  # [V]
 
 
 class Results(NamedTuple):
-    """Of a step."""
+    """The results of a step."""
 
     output: jax.Array  # [copies · B, H · V]
     memory: jax.Array

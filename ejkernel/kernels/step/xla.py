@@ -1,4 +1,4 @@
-"""A layer's step in plain JAX, which runs anywhere and says what the kernels compute."""
+"""A layer's step in plain JAX. It runs anywhere, and the kernels are compared with it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel._normalization import normalized
 from ejkernel.kernels.step.call import Call, Inputs, Results
 
-EPSILON = 1e-6  # under the root of norms of queries and keys
+EPSILON = 1e-6  # added to the squared norms of queries and keys
 
 
 def run(call: Call, *arrays: Any) -> Results:
@@ -18,8 +18,8 @@ def run(call: Call, *arrays: Any) -> Results:
 
 
 def step(call: Call, inputs: Inputs) -> Results:
-    """All that `Call` lists, in at least float32."""
-    query, key, value, recent = _mixed(call, inputs)
+    """The step that `Call` describes, in at least float32."""
+    query, key, value, recent = _convolved(call, inputs)
     if call.normalize:
         query, key = (normalized(each, EPSILON) for each in (query, key))
     query, key, value = (_for_heads(call, each) for each in (query, key, value))  # [B, H, …]
@@ -52,32 +52,32 @@ def _wide(call: Call, x: jax.Array) -> jax.Array:
 
 
 def _for_heads(call: Call, x: jax.Array) -> jax.Array:
-    """`x [B, heads, dim]` for all heads of the memory, of which several may share one."""
+    """`x [B, heads, dim]` repeated for all heads of the state, of which several may share one."""
     return x if x.shape[1] == call.heads else jnp.repeat(x, call.heads // x.shape[1], 1)
 
 
-def _mixed(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+def _convolved(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Queries, keys and values `[B, heads, dim]`, convolved if there are taps, and the last tokens."""
-    tokens = [view.of(x, call.batch) for view, x in zip(call.mixed, inputs[:3], strict=True)]
+    tokens = [view.of(x, call.batch) for view, x in zip(call.convolved, inputs[:3], strict=True)]
     if inputs.taps is None or inputs.recent is None:
         query, key, value = (_wide(call, each) for each in tokens)
         return query, key, value, None
-    order = sorted(range(3), key=lambda i: call.channels[i])
+    order = sorted(range(3), key=lambda i: call.first_channels[i])
     token = jnp.concatenate([tokens[i].reshape(call.batch, 1, -1) for i in order], -1)
     longer = jnp.concatenate([inputs.recent.astype(call.dtype), token], 1)  # [B, taps, channels]
     sums = sum(_wide(call, longer[:, i]) * _wide(call, inputs.taps[i])[None] for i in reversed(range(call.taps)))
     if inputs.taps_bias is not None:
         sums = sums + _wide(call, inputs.taps_bias)[None]
-    mixed = jax.nn.silu(sums)
+    convolved = jax.nn.silu(sums)
     query, key, value = (
-        mixed[:, first : first + view.heads * view.dim].reshape(call.batch, view.heads, view.dim)
-        for first, view in zip(call.channels, call.mixed, strict=True)
+        convolved[:, first : first + view.heads * view.dim].reshape(call.batch, view.heads, view.dim)
+        for first, view in zip(call.first_channels, call.convolved, strict=True)
     )
     return query, key, value, longer[:, 1:]
 
 
 def _decay(call: Call, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-    """The log decay, one a head `[B, H, 1]` or one a key dim `[B, H, K]`, and the time step in it, if there is one."""
+    """The log decay of each head `[B, H, 1]` or key dim `[B, H, K]`, and the time step in it, if there is one."""
     gate = _for_heads(call, _wide(call, call.gate.of(inputs.gate, call.batch)))
     if call.decay == "log_sigmoid":
         return jax.nn.log_sigmoid(gate) * np.asarray(call.factor, call.wide), None

@@ -13,7 +13,7 @@ from ejkernel.kernels._op import Op
 from ejkernel.kernels.convolution import xla
 from ejkernel.kernels.convolution.call import Call, Inputs, fold
 from ejkernel.kernels.convolution.pallas import plan
-from ejkernel.kernels.convolution.pallas.plan import EDGE, HALO, LANES, Sizes
+from ejkernel.kernels.convolution.pallas.plan import EDGE, HALO, LANES
 from ejkernel.kernels.convolution.places import Places, places
 from ejkernel.kernels.convolution.states import final_states, initial_states, put, take
 
@@ -45,20 +45,19 @@ def _forward(call: Call, inputs: Inputs) -> Results:
     has_states = inputs.initial_state is not None and call.history > 0
     output = _output(call, inputs if where is None else inputs._replace(initial_state=None), where)
     if where is not None and has_states:
-        # by the same kernel, for the same bits
+        # computed by the same kernel, so that they have the same bits
         heads = replace(call, batch=call.sequences, tokens=call.history, layout="rows")
         tokens = take(call, inputs.x, *where.heads(call))
-        found = _output(heads, inputs._replace(x=tokens, cu_seqlens=None, segment_ids=None), None)
-        output = put(call, output, *where.heads(call), found)
+        head_output = _output(heads, inputs._replace(x=tokens, cu_seqlens=None, segment_ids=None), None)
+        output = put(call, output, *where.heads(call), head_output)
     return output, final_states(call, where, inputs.x, inputs.initial_state)
 
 
 def _output(call: Call, inputs: Inputs, where: Places | None) -> jax.Array:
-    """By one kernel, which knows initial states of rows, but none of packed sequences."""
+    """The output from one kernel, which reads initial states only if each row is one sequence."""
 
     def launch(inputs: Inputs, where: Places | None) -> list[jax.Array]:
-        sizes = plan.sizes(call, backward=False)
-        kernel = _Kernel(call, sizes, inputs, where, None)
+        kernel = _Kernel(call, inputs, where, None)
         kernel.write("output", call.dtype)
         return kernel.run("forward")
 
@@ -69,12 +68,12 @@ def _output(call: Call, inputs: Inputs, where: Places | None) -> jax.Array:
 
 
 def _backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
-    """`x`, weight and bias by one kernel; initial states, of which there are few tokens, by XLA."""
+    """Cotangents of `x`, weight and bias from one kernel, and of initial states, which are small, from XLA."""
     (d_output, d_final), where = cotangents, places(call, inputs)
     d_output = jnp.zeros_like(inputs.x) if d_output is None else d_output
 
     def launch(inputs: Inputs, where: Places | None, d_output: jax.Array) -> list[jax.Array]:
-        kernel = _Kernel(call, plan.sizes(call, backward=True), inputs, where, d_output)
+        kernel = _Kernel(call, inputs, where, d_output)
         kernel.write("d_x", call.dtype)
         return kernel.run("backward")
 
@@ -94,13 +93,12 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 class _Kernel:
-    """A `pallas_call` being put together; arrays have the names that device code uses for them."""
+    """Builds a `pallas_call`; arrays have the names that device code uses for them."""
 
-    def __init__(
-        self, call: Call, sizes: Sizes, inputs: Inputs, where: Places | None, d_output: jax.Array | None
-    ) -> None:
-        self.call, self.sizes, self.inputs, self.where = call, sizes, inputs, where
+    def __init__(self, call: Call, inputs: Inputs, where: Places | None, d_output: jax.Array | None) -> None:
         self.backward = d_output is not None
+        self.call, self.inputs, self.where = call, inputs, where
+        self.sizes = sizes = plan.sizes(call, self.backward)
         self.arrays: dict[str, Any] = {}
         self.blocks: dict[str, Any] = {}
         self.outputs: dict[str, jax.ShapeDtypeStruct] = {}
@@ -126,7 +124,7 @@ class _Kernel:
         self.arrays[name], self.blocks[name] = x, (block, self._in_order(index))
 
     def _in_order(self, index: Any) -> Any:
-        """`index` of row, block of channels and block of tokens, as a function of the grid's numbers."""
+        """`index(row, channel block, token block)` as a function of the grid's indices."""
         if self.backward:
             return lambda d, b, t, _: index(b, d, t)
         return lambda b, d, t, _: index(b, d, t)
@@ -138,7 +136,7 @@ class _Kernel:
         return 1, self.sizes.tokens, self.sizes.channels
 
     def _read_edge(self, name: str, x: jax.Array, offset: int) -> None:
-        """Tokens that many edges from a block's first one; any, where the row has none there."""
+        """Reads the `HALO` tokens that begin `offset · HALO` tokens after a block's first; clipped to the row."""
         each, last = self.sizes.tokens // HALO, max(self.call.tokens - 1, 0) // HALO
         block = 1, HALO, self.sizes.channels
         self._read(name, x, block, lambda b, d, t: (b, jnp.clip(t * each + offset, 0, last), d))
@@ -147,7 +145,7 @@ class _Kernel:
         self._read(name, x.astype(F32), (x.shape[0], self.sizes.channels), lambda b, d, t: (0, d))
 
     def _places(self) -> tuple[jax.Array, jax.Array]:
-        """Positions and use of each block's tokens and some behind it, and which blocks need neither."""
+        """Positions and use of the tokens of each block and some behind it, and which blocks need no masks."""
         call, sizes, where = self.call, self.sizes, self.where
         token = jnp.arange(call.tokens, dtype=jnp.int32)[None]
         if where is None:
@@ -155,12 +153,12 @@ class _Kernel:
             used = position >= 0
         else:
             position, used = where.position, where.used(call, self.inputs.initial_state is not None)
-        # before the row's first token there are zeros anyway
+        # tokens before the row's first are zeros without a mask
         plain = used & (position >= jnp.minimum(token, call.history))
         pad = sizes.blocks * sizes.tokens + LANES - call.tokens
         position = jnp.pad(position, ((0, 0), (0, pad)), constant_values=-1)
         both = jnp.stack([position, jnp.pad(used, ((0, 0), (0, pad))).astype(jnp.int32)], 1).astype(F32)
-        # what is behind the last block is not used; a token that is not there inside of it needs masks
+        # tokens behind the last block are not used; a block with tokens past the row's end needs masks
         inside = jnp.pad(plain, ((0, 0), (0, sizes.blocks * sizes.tokens - call.tokens)))
         plain = jnp.pad(inside, ((0, 0), (0, LANES)), constant_values=True)
 
@@ -175,7 +173,7 @@ class _Kernel:
         self.blocks[name] = (self._tokens(), self._in_order(lambda b, d, t: (b, t, d)))
 
     def run(self, kernel: str) -> list[jax.Array]:
-        """Launches `forward` or `backward` of the device code."""
+        """Runs `forward` or `backward` of the device code."""
         # not at the top: `import ejkernel` must not import Pallas
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
@@ -193,7 +191,7 @@ class _Kernel:
         if sizes.masked:
             scratch["masks"] = (2, sizes.tokens + EDGE, LANES)
         names = (*self.arrays, *self.outputs, *scratch)
-        found = pl.pallas_call(
+        outputs = pl.pallas_call(
             functools.partial(getattr(importlib.import_module(DEVICE), kernel), sizes, names),
             out_shape=[_varying.shape_like(x.shape, x.dtype, self.inputs.x) for x in self.outputs.values()],
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -207,7 +205,7 @@ class _Kernel:
             interpret=_pallas.INTERPRET or False,
             name=f"convolution_{kernel}",
         )(_varying.like(self.plain, self.inputs.x), *self.arrays.values())
-        return list(found)
+        return list(outputs)
 
 
 OP = Op(_forward, xla.reference, backward=_backward, tangent=xla.tangent_behind_kernels, fold=fold)

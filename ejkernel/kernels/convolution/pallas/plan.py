@@ -10,10 +10,10 @@ from ejkernel.xla_utils.utils import cdiv
 
 DTYPES = {np.dtype(each) for each in (jnp.bfloat16, jnp.float32)}
 LANES = 128
-EDGE = 8  # tokens before a block and behind it that its own may depend on: a register's sublanes
-HALO = 16  # so many of these are read, as bfloat16 is stored in tiles of so many rows
-TOKENS, CHANNELS = 1024, 256  # a block
-ROWS = 128  # tokens whose intermediate results are in registers at once
+EDGE = 8  # how many tokens before and behind a block its results may depend on: the sublanes of a register
+HALO = 16  # how many of them are read: bfloat16 is stored in tiles of so many rows
+TOKENS, CHANNELS = 1024, 256  # of a block
+ROWS = 128  # tokens whose intermediate results are held in registers at once
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Sizes:
     """Everything that the device code of a call is compiled for."""
 
     taps: int
-    tokens: int  # a block
-    blocks: int  # of tokens, a row
-    channels: int  # a block
+    tokens: int  # of a block
+    blocks: int  # of tokens, in a row
+    channels: int  # of a block
     channel_blocks: int
     rows: int  # tokens of a block that are computed at once
     silu: bool
-    masked: bool  # a block may hold tokens of several sequences, or some that are not there
+    masked: bool  # whether a block may hold several sequences, or tokens past the end of the row
 
     @property
     def history(self) -> int:
@@ -39,7 +39,7 @@ def sizes(call: Call, backward: bool) -> Sizes:
     channels = min(CHANNELS, _rounded(call.channels, LANES))
     masked = call.layout != "rows"
     few = call.tokens <= ROWS and not (masked or backward)
-    # where there are masks, tokens lie along the lanes
+    # masks lie along the lanes
     tokens = _rounded(call.tokens, HALO) if few else min(TOKENS, _rounded(call.tokens, LANES))
     return Sizes(
         taps=call.taps,
@@ -49,7 +49,7 @@ def sizes(call: Call, backward: bool) -> Sizes:
         channel_blocks=cdiv(call.channels, channels),
         rows=min(ROWS, tokens),
         silu=call.activation == "silu",
-        # an output that is not there is not written
+        # outputs past the end of the row are not written; only their gradients need masks
         masked=masked or (backward and call.tokens % tokens != 0),
     )
 

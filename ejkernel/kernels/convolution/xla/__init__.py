@@ -18,13 +18,13 @@ from ejkernel.kernels.convolution.states import final_gradient, final_states, in
 
 Results = tuple[jax.Array, jax.Array]
 Join = Callable[[list[jax.Array], int], jax.Array]
-EPSILON = 1e-6  # of a head's norm
-# Tokens whose cotangents are computed at once: few enough that what is between input and output stays in a CPU's cache.
+EPSILON = 1e-6  # added to a head's squared norm
+# Tokens whose cotangents are computed at once: few enough that intermediate arrays stay in a CPU's cache.
 _BLOCK = 128
 
 
 def supports(call: Call) -> str | None:
-    """Everything."""
+    """Plain JAX serves every call."""
     return None
 
 
@@ -42,7 +42,7 @@ def forward(call: Call, inputs: Inputs) -> Results:
 
 
 def reference(call: Call, inputs: Inputs) -> Results:
-    """The same in a form that JAX can differentiate."""
+    """The output and the final states, in a form that JAX can differentiate."""
     return _forward(call, inputs, jnp.concatenate)
 
 
@@ -61,31 +61,36 @@ def _forward(call: Call, inputs: Inputs, join: Join) -> Results:
 
 
 def backward(call: Call, inputs: Inputs, residuals: None, cotangents: Any, wanted: Inputs) -> Inputs:
-    """Cotangents of the inputs. Nothing is remembered from the forward pass: sums cost less than reading them."""
+    """Cotangents of the inputs. There are no residuals: computing the sums again costs less than reading them."""
     d_output, d_final = cotangents
     d_output = jnp.zeros_like(inputs.x) if d_output is None else d_output
     where = places(call, inputs)
     return finish(call, inputs, where, (d_output, d_final), token_gradient(call, inputs, where, d_output))
 
 
-def finish(call: Call, inputs: Inputs, where: Places | None, cotangents: Any, found: Any) -> Inputs:
-    """All cotangents of the inputs, from what `token_gradient` has `found` and what reads and becomes states."""
-    (d_output, d_final), (d_x, d_weight, d_bias) = cotangents, found
+def finish(
+    call: Call, inputs: Inputs, where: Places | None, cotangents: Any, token_gradients: Any, all_tokens: bool = False
+) -> Inputs:
+    """All cotangents of the inputs: the results of `token_gradient` plus the contributions of states.
+
+    `all_tokens` says that `token_gradients` include the tokens that read initial states in rows of several sequences.
+    """
+    (d_output, d_final), (d_x, d_weight, d_bias) = cotangents, token_gradients
     has_states = inputs.initial_state is not None and bool(call.history)
     d_heads = head_gradient(call, inputs, where, d_output) if has_states else None
-    if where is not None and d_heads is not None:
-        d_x, d_weight, d_bias = _with_heads(call, inputs, where, d_heads, found)
+    if where is not None and d_heads is not None and not all_tokens:
+        d_x, d_weight, d_bias = _with_heads(call, inputs, where, d_heads, token_gradients)
     d_states = initial_gradient(call, inputs, d_heads)
     if d_final is not None:
         d_x, d_states = final_gradient(call, where, d_final, d_x, d_states)
-    given = inputs.bias is not None, inputs.initial_state is not None
-    return Inputs(d_x, d_weight, d_bias if given[0] else None, d_states if given[1] else None, None, None)
+    d_bias = None if inputs.bias is None else d_bias
+    return Inputs(d_x, d_weight, d_bias, None if inputs.initial_state is None else d_states, None, None)
 
 
 def _with_heads(
     call: Call, inputs: Inputs, where: Places, d_heads: jax.Array, others: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `x`, weight and bias from all tokens: those of the `others`, and of these that read states."""
+    """Cotangents of `x`, weight and bias: those from the `others`, plus those from tokens that read initial states."""
     (d_x, d_weight, d_bias), (at, there) = others, where.heads(call)
     of_heads = _d_x(call, inputs, None, jnp.pad(d_heads, ((0, 0), (0, call.history), (0, 0))))
     d_x = put(call, d_x, at, there, of_heads.astype(d_x.dtype), add=True)
@@ -94,7 +99,7 @@ def _with_heads(
 
 
 class _Block(NamedTuple):
-    """Cotangents of a block of tokens: of its sums `[B, tokens, D]`, and its part of those of weight and bias."""
+    """The cotangent of a block's sums, `[B, tokens, D]`, and its part of the cotangents of weight and bias."""
 
     sums: jax.Array
     weight: jax.Array
@@ -104,9 +109,9 @@ class _Block(NamedTuple):
 def token_gradient(
     call: Call, inputs: Inputs, where: Places | None, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `x`, of the weight and of the bias, block by block, so that all between them is small.
+    """Cotangents of `x`, weight and bias, computed block by block, so that intermediate arrays are small.
 
-    Where rows hold several sequences, tokens that read initial states are left out.
+    If rows hold several sequences, tokens that read initial states are left out.
     """
     T, H = call.tokens, call.history
     block = min(T, max(_BLOCK, H))
@@ -118,7 +123,7 @@ def token_gradient(
         return None if each is None else lax.dynamic_slice_in_dim(each, start, size, 1)
 
     def gradient(tokens: jax.Array, start: Any, size: int) -> _Block:
-        """Of the block that begins at `start`; `tokens` are its own and the `W - 1` before it."""
+        """The cotangents of the block from `start` on; `tokens` are its tokens and the `W - 1` before them."""
         taps = _slices(call, tokens, cut(position, start, size))
         d_sums = d_activated(call, _sums(call, inputs, taps), _of_bits(call, cut(d_output, start, size)))
         if used is not None:
@@ -126,33 +131,33 @@ def token_gradient(
         return _Block(d_sums, _sums_of_tokens([d_sums * tap for tap in taps]), d_sums.sum((0, 1)))
 
     def put_tokens(d_x: jax.Array, d_sums: jax.Array, behind: jax.Array, start: Any) -> jax.Array:
-        """`d_x` with that of the block which begins at `start`, from the cotangents of its sums and of those behind."""
+        """`d_x` with the block from `start` on, given the cotangents of its sums and of the sums behind it."""
         later = jnp.concatenate([d_sums, behind[:, :H]], 1)
-        found = _d_x(call, inputs, cut(position, start, later.shape[1]), later).astype(call.dtype)
-        return lax.dynamic_update_slice_in_dim(d_x, _bits(found), start, 1)
+        d_block = _d_x(call, inputs, cut(position, start, later.shape[1]), later).astype(call.dtype)
+        return lax.dynamic_update_slice_in_dim(d_x, _bits(d_block), start, 1)
 
     def step(i: Any, carry: tuple[jax.Array, _Block]) -> tuple[jax.Array, _Block]:
-        d_x, last = carry
-        found = gradient(cut(x, i * block - H, block + H), i * block, block)
-        d_x = put_tokens(d_x, last.sums, found.sums, (i - 1) * block)
-        return d_x, _Block(found.sums, last.weight + found.weight, last.bias + found.bias)
+        d_x, before = carry
+        this = gradient(cut(x, i * block - H, block + H), i * block, block)
+        d_x = put_tokens(d_x, before.sums, this.sums, (i - 1) * block)
+        return d_x, _Block(this.sums, before.weight + this.weight, before.bias + this.bias)
 
     before = _bits(initial_states(call, inputs.initial_state if where is None else None, call.batch))
-    found = gradient(jnp.concatenate([before, x[:, :block]], 1), 0, block)
-    blocks, rest = divmod(T, block)
+    last = gradient(jnp.concatenate([before, x[:, :block]], 1), 0, block)
+    blocks, remainder = divmod(T, block)
     d_x = _varying.like(jnp.zeros_like(x), x)
     if blocks > 1:
-        d_x, found = lax.fori_loop(1, blocks, step, (d_x, found))
-    d_weight, d_bias, end = found.weight, found.bias, (blocks - 1) * block
-    if rest:
-        tail = gradient(x[:, T - rest - H :], T - rest, rest)
-        d_x = put_tokens(d_x, found.sums, jnp.concatenate([tail.sums, zeros], 1), end)
-        found, d_weight, d_bias, end = tail, d_weight + tail.weight, d_bias + tail.bias, T - rest
-    return _of_bits(call, put_tokens(d_x, found.sums, zeros, end)), d_weight, d_bias
+        d_x, last = lax.fori_loop(1, blocks, step, (d_x, last))
+    d_weight, d_bias, start = last.weight, last.bias, (blocks - 1) * block
+    if remainder:
+        tail = gradient(x[:, T - remainder - H :], T - remainder, remainder)
+        d_x = put_tokens(d_x, last.sums, jnp.concatenate([tail.sums, zeros], 1), start)
+        last, d_weight, d_bias, start = tail, d_weight + tail.weight, d_bias + tail.bias, T - remainder
+    return _of_bits(call, put_tokens(d_x, last.sums, zeros, start)), d_weight, d_bias
 
 
 def _sums_of_tokens(products: list[jax.Array]) -> jax.Array:
-    """The weight's cotangent `[W, D]` from each delay's products; the last row is the token's own."""
+    """The weight's cotangent `[W, D]` from the products of each lag; its last row is that of lag 0."""
     return jnp.stack([each.sum((0, 1)) for each in products[::-1]])
 
 
@@ -168,7 +173,7 @@ def units(call: Call, x: jax.Array) -> jax.Array:
 
 
 def with_norms_apart(run: Callable[..., Results], call: Call, *arrays: jax.Array | None) -> Results:
-    """`run(call, *arrays)` of kernels that divide no heads by their norms: XLA does it, in the dtype of sums."""
+    """`run(call, *arrays)` for kernels without norms: XLA divides the output's heads by their norms, in wide dtypes."""
     output, final = run(replace(call, unit_dim=0), *arrays)
     return units(call, output.astype(call.sum_dtype)).astype(call.dtype), final
 
@@ -186,16 +191,16 @@ def d_activated(call: Call, sums: jax.Array, d_output: jax.Array) -> jax.Array:
 
 
 def _taps(call: Call, before: jax.Array, x: jax.Array, position: jax.Array | None, join: Join) -> list[jax.Array]:
-    """As `_slices` of `x [B, T, D]` with `before [B, W - 1, D]` in front of it."""
-    # One array in memory, of which slices are added up. Fused with that, the concatenation would have branches, which
-    # decide whether a compiler contracts a product and a sum: then bits would depend on a call's length.
+    """`_slices` of `x [B, T, D]` with `before [B, W - 1, D]` in front of it."""
+    # The concatenation is written to memory. Fused into the sums, it would have branches, on which it depends whether a
+    # compiler contracts a product and a sum: bits would depend on a call's length.
     return _slices(call, lax.optimization_barrier(join([before, x], 1)), position)
 
 
 def _slices(call: Call, longer: jax.Array, position: jax.Array | None) -> list[jax.Array]:
-    """Tokens delayed by 0 … `W - 1` tokens, in the dtype of sums; `longer` has also the `W - 1` tokens before them.
+    """Tokens delayed by 0 to `W - 1` tokens, in the dtype of sums; `longer` begins with the `W - 1` tokens before them.
 
-    They are 0 where `position` says that it is another sequence's token or padding.
+    A delayed token is 0 if, by `position`, it belongs to another sequence or is padding.
     """
     T = longer.shape[1] - call.history
     starts = [call.history - lag for lag in range(call.taps)]
@@ -210,17 +215,17 @@ def _join_bits(arrays: list[jax.Array], axis: int) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """`x` of 16 bits as integers of the same: on CPUs, XLA makes float32 of such floats before it moves them."""
+    """16-bit floats as integers of the same bits: on CPUs, XLA converts 16-bit floats to float32 to move them."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def _of_bits(call: Call, x: jax.Array) -> jax.Array:
-    """Undoes `_bits`, if it was done."""
+    """The inverse of `_bits`."""
     return lax.bitcast_convert_type(x, call.dtype) if x.dtype == jnp.uint16 else x
 
 
 def head_taps(call: Call, inputs: Inputs, where: Places | None) -> list[jax.Array]:
-    """As `_taps` of the tokens that read initial states, `W - 1` of each sequence: `[N, W - 1, D]`."""
+    """`_taps` of the first `W - 1` tokens of each sequence, which read initial states: `[N, W - 1, D]`."""
     states = initial_states(call, inputs.initial_state)
     if where is None:
         heads = jnp.pad(inputs.x[:, : call.history], ((0, 0), (0, max(call.history - call.tokens, 0)), (0, 0)))
@@ -230,7 +235,7 @@ def head_taps(call: Call, inputs: Inputs, where: Places | None) -> list[jax.Arra
 
 
 def _sums(call: Call, inputs: Inputs, taps: list[jax.Array]) -> jax.Array:
-    """What is activated, always added up in the same order."""
+    """The sums before the activation, always added up in the same order."""
     weight = inputs.weight.astype(call.sum_dtype)[::-1, None, None]
     first, *others = [tap * row for tap, row in zip(taps, weight, strict=True)]
     sums = sum(others, first)
@@ -238,7 +243,7 @@ def _sums(call: Call, inputs: Inputs, taps: list[jax.Array]) -> jax.Array:
 
 
 def _d_x(call: Call, inputs: Inputs, position: jax.Array | None, d_sums: jax.Array) -> jax.Array:
-    """The cotangent of tokens from those of sums, `[rows, tokens + W - 1, D]`: theirs, and `W - 1` behind them."""
+    """The cotangent of tokens, given those of their sums and of the `W - 1` sums behind: `[B, tokens + W - 1, D]`."""
     weight, T = inputs.weight.astype(call.sum_dtype)[::-1, None, None], d_sums.shape[1] - call.history
     later = [d_sums[:, lag : lag + T] for lag in range(call.taps)]
     if position is not None:
@@ -248,7 +253,7 @@ def _d_x(call: Call, inputs: Inputs, position: jax.Array | None, d_sums: jax.Arr
 
 
 def head_gradient(call: Call, inputs: Inputs, where: Places | None, d_output: jax.Array) -> jax.Array:
-    """The cotangent of the sums of those tokens that read initial states, `[N, W - 1, D]`; 0 where there is none."""
+    """The cotangent of the sums of tokens that read initial states, `[N, W - 1, D]`; 0 for tokens that do not exist."""
     if where is None:
         at = jnp.broadcast_to(jnp.arange(call.history, dtype=jnp.int32)[None], (call.sequences, call.history))
         there = at < call.tokens
@@ -265,14 +270,14 @@ def initial_gradient(call: Call, inputs: Inputs, d_heads: jax.Array | None) -> j
         return d_states
     weight = inputs.weight.astype(call.sum_dtype)[None]
     for place in range(call.history):
-        # row `j` is weighed by row `j - place` of the weight for the token in that place
+        # for the token at `place`, row `j` of the state is multiplied by row `j - place` of the weight
         read = d_heads[:, place : place + 1] * weight[:, : call.history - place]
         d_states += jnp.pad(read, ((0, 0), (place, 0), (0, 0)))
     return d_states
 
 
 def tangent_behind_kernels(call: Call, inputs: Inputs, residuals: None, tangents: Inputs) -> tuple[Results, Results]:
-    """Results and their tangents, where kernels have none."""
+    """Results and their tangents, for kernels without tangents of their own."""
     warn_of_tangents("tangents of causal_conv1d")
     return by_jvp(reference)(call, inputs, residuals, tangents)
 

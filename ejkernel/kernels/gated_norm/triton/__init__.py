@@ -1,4 +1,4 @@
-"""A gated norm on NVIDIA GPUs: a Triton kernel, and one for its gradient, that read and write each array once."""
+"""A gated norm on NVIDIA GPUs: one Triton kernel, and one for its gradient, each of which reads every array once."""
 
 import importlib
 import math
@@ -16,8 +16,8 @@ from ejkernel.xla_utils.utils import cdiv
 
 DEVICE = "ejkernel.kernels.gated_norm.triton.device.rows"
 _LARGEST_DIM = 8192
-_NUMBERS = 4096  # of an array that a program holds at once, unless a row has more
-_ROWS = 64  # that a program goes through at least; backward, more write fewer partial sums
+_ELEMENTS = 4096  # of an array that a program holds at once, unless a row has more
+_ROWS = 64  # the least rows of a program: in the backward pass, longer programs write fewer partial sums
 
 
 def supports(call: Call) -> str | None:
@@ -36,27 +36,25 @@ def run(call: Call, *arrays: Any) -> jax.Array:
 class Constants:
     """What kernels are compiled for; device code gets it as `CALL`."""
 
-    heads: int  # that have a scale of their own
-    rows: int  # of each
+    heads: int  # that have a scale of their own: 1 if all share one
+    rows: int  # of each such head
     dim: int
     columns: int
     block: int  # rows that a program holds at once
-    span: int  # rows that it goes through
+    span: int  # rows of a program
     spans: int
     epsilon: float
-    root: float
+    root: float  # of the number of dims
     silu: bool
     gate_first: bool
-    has_value: bool
 
 
-def _launch_rows(kernel: str, call: Call, inputs: Inputs, more: dict[str, Any], outputs: Any) -> Any:
-    """Runs a kernel over all rows; `outputs` takes how many programs there are for each head."""
+def _constants(call: Call) -> Constants:
     heads = 1 if call.shared_scale else call.heads
     rows, columns = call.batch * call.tokens * call.heads // heads, padded(call.dim)
-    block = min(max(_NUMBERS // columns, 1), padded(rows, 1))
+    block = min(max(_ELEMENTS // columns, 1), padded(rows, 1))
     span = min(max(8 * block, _ROWS), cdiv(rows, block) * block)
-    constants = Constants(
+    return Constants(
         heads=heads,
         rows=rows,
         dim=call.dim,
@@ -68,34 +66,39 @@ def _launch_rows(kernel: str, call: Call, inputs: Inputs, more: dict[str, Any], 
         root=math.sqrt(call.dim),
         silu=call.activation == "silu",
         gate_first=call.gate_first,
-        has_value=inputs.value is not None,
     )
+
+
+def _launch_rows(kernel: str, constants: Constants, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
+    """Runs a kernel over all rows."""
     return _launch.launch(
         getattr(importlib.import_module(DEVICE), kernel),
-        inputs._asdict() | more,
-        outputs(constants),
+        inputs,
+        outputs,
         constants=constants,
-        programs=constants.spans * heads,
-        tile=Tile(block, columns, warps=min(max(block * columns // 512, 1), 16)),
+        programs=constants.spans * constants.heads,
+        tile=Tile(
+            constants.block, constants.columns, warps=min(max(constants.block * constants.columns // 512, 1), 16)
+        ),
     )
 
 
 def _forward(call: Call, inputs: Inputs) -> jax.Array:
     output = {"output": shape(*inputs.x.shape, dtype=call.dtype)}
-    return _launch_rows("forward", call, inputs, {}, lambda _: output).output
+    return _launch_rows("forward", _constants(call), inputs._asdict(), output).output
 
 
 def _backward(call: Call, inputs: Inputs, residuals: None, d_output: Any, wanted: Inputs) -> Inputs:
-    def outputs(constants: Constants) -> dict[str, Any]:
-        sums = shape(constants.spans, constants.heads, call.dim)
-        like = {f"d_{name}": each for name, each in inputs._asdict().items() if name in ("x", "gate", "value")}
-        made = {name: None if each is None else shape(*each.shape, dtype=each.dtype) for name, each in like.items()}
-        return made | {"d_scale": sums, "d_skip": None if inputs.skip is None else sums}
-
-    found = _launch_rows("backward", call, inputs, {"d_output": d_output}, outputs)
-    d_scale = found.d_scale.sum(0).reshape(inputs.scale.shape)
-    d_skip = None if found.d_skip is None else found.d_skip.sum(0)
-    return Inputs(found.d_x, found.d_gate, d_scale, found.d_value, d_skip)
+    constants = _constants(call)
+    # each program's part of the cotangents of the parameters
+    sums = shape(constants.spans, constants.heads, call.dim)
+    arrays = {f"d_{name}": getattr(inputs, name) for name in ("x", "gate", "value")}
+    outputs = {name: None if each is None else shape(*each.shape, dtype=each.dtype) for name, each in arrays.items()}
+    outputs |= {"d_scale": sums, "d_skip": None if inputs.skip is None else sums}
+    gradients = _launch_rows("backward", constants, inputs._asdict() | {"d_output": d_output}, outputs)
+    d_scale = gradients.d_scale.sum(0).reshape(inputs.scale.shape)
+    d_skip = None if gradients.d_skip is None else gradients.d_skip.sum(0)
+    return Inputs(gradients.d_x, gradients.d_gate, d_scale, gradients.d_value, d_skip)
 
 
 OP = Op(_forward, xla.gated_norm, backward=_backward, fold=fold)

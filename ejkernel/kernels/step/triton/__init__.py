@@ -1,4 +1,4 @@
-"""A layer's step on NVIDIA GPUs: one Triton kernel, and one before it where heads share what is convolved."""
+"""A layer's step on NVIDIA GPUs: one Triton kernel, and one before it where several heads share a convolved head."""
 
 import importlib
 import math
@@ -13,14 +13,13 @@ from ejkernel.kernels import _differentiable, _launch
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels._mapping import fold_rows
 from ejkernel.kernels._op import Op
-from ejkernel.kernels._views import View
 from ejkernel.kernels.step import xla
 from ejkernel.kernels.step.call import Call, Inputs, Results
 
 DEVICE = "ejkernel.kernels.step.triton.device.token"
 _MOST_TAPS, _LARGEST_DIM = 8, 256
 STAGES, WARPS = 3, 4
-_STATE = 4096  # numbers of a memory that a program works on at once
+_STATE = 4096  # elements of a state that a program works on at once
 
 
 def supports(call: Call) -> str | None:
@@ -38,151 +37,95 @@ def run(call: Call, *arrays: Any) -> Results:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
+class Constants(Call):
     """What kernels are compiled for; device code gets it as `CALL`."""
 
-    batch: int
-    copies: int
-    heads: int
-    key_dim: int
-    value_dim: int
     key_block: int
     value_block: int
-    stages: int
     value_blocks: int  # a power of two, which may be more than there are
-    queries: View
-    keys: View
-    values: View  # not `value`, which is something else to Triton
-    gate: View
-    beta: View | None
-    output_gate: View | None
-    taps: int
+    stages: int
     channels: int
     first_query: int  # channel
     first_key: int
     first_value: int
-    mixed_before: bool  # by a kernel of its own
-    has_taps_bias: bool
-    normalize: bool
-    epsilon_of_keys: float
-    decay: str
-    per_key: bool
-    factor: float
+    convolved_before: bool  # by a kernel of its own
+    key_epsilon: float
+    per_key: bool  # whether each key dim has a gate
     shortest: float
     longest: float
-    values_by_step: bool
-    delta: bool
-    beta_factor: float
-    scale: float
-    has_skip: bool
-    has_norm: bool
-    epsilon: float
     root: float  # of the number of a head's value dims
-    has_output_gate: bool
-    silu: bool
 
 
-def _constants(call: Call, inputs: Inputs) -> Constants:
+def _constants(call: Call) -> Constants:
     block = padded(call.key_dim)
     columns = min(padded(call.value_dim), max(16, _STATE // block))
-    most = float(np.finfo(np.float32).max)
+    first_query, first_key, first_value = call.first_channels
+    shortest, longest = (min(each, float(np.finfo(np.float32).max)) for each in call.limits)
     return Constants(
-        batch=call.batch,
-        copies=call.copies,
-        heads=call.heads,
-        key_dim=call.key_dim,
-        value_dim=call.value_dim,
+        **vars(call),
         key_block=block,
         value_block=columns,
-        stages=STAGES,
         value_blocks=padded(call.value_dim) // columns,
-        queries=call.query,
-        keys=call.key,
-        values=call.value,
-        gate=call.gate,
-        beta=call.beta,
-        output_gate=call.output_gate,
-        taps=call.taps,
-        channels=sum(view.heads * view.dim for view in call.mixed),
-        first_query=call.channels[0],
-        first_key=call.channels[1],
-        first_value=call.channels[2],
-        mixed_before=call.taps > 0 and not all(view.heads == call.heads for view in call.mixed),
-        has_taps_bias=inputs.taps_bias is not None,
-        normalize=call.normalize,
-        epsilon_of_keys=xla.EPSILON,
-        decay=call.decay,
+        stages=STAGES,
+        channels=sum(view.heads * view.dim for view in call.convolved),
+        first_query=first_query,
+        first_key=first_key,
+        first_value=first_value,
+        convolved_before=call.taps > 0 and not all(view.heads == call.heads for view in call.convolved),
+        key_epsilon=xla.EPSILON,
         per_key=call.gate.dim > 1,
-        factor=call.factor,
-        shortest=min(call.limits[0], most),
-        longest=min(call.limits[1], most),
-        values_by_step=call.values_by_step,
-        delta=call.rule == "delta",
-        beta_factor=call.beta_factor,
-        scale=call.scale,
-        has_skip=inputs.skip is not None,
-        has_norm=call.epsilon is not None,
-        epsilon=call.epsilon or 0.0,
+        shortest=shortest,
+        longest=longest,
         root=math.sqrt(call.value_dim),
-        has_output_gate=call.output_gate is not None,
-        silu=call.activation == "silu",
     )
 
 
 def _forward(call: Call, inputs: Inputs) -> Results:
-    constants = _constants(call, inputs)
-    memory = inputs.memory.astype(jnp.float32)
+    constants, device = _constants(call), importlib.import_module(DEVICE)
+    inputs = inputs._replace(memory=inputs.memory.astype(jnp.float32))
     recent = None if inputs.recent is None else inputs.recent.astype(call.dtype)
-    inputs = inputs._replace(memory=memory, recent=recent)
-    moved, mixed = recent, None
-    if constants.mixed_before and recent is not None:
-        heads = sum(view.heads for view in call.mixed)
+    moved = {} if recent is None else {"moved": recent}
+    arrays, mixed = inputs._asdict() | {"recent": recent}, None
+    if constants.convolved_before:
         names = ("query", "key", "value", "recent", "taps", "taps_bias")
-        mixed, moved = _launch.launch(
-            _device().convolve,
-            {name: getattr(inputs, name) for name in names},
-            {"mixed": shape(call.batch, constants.channels, dtype=call.dtype), "moved": _shape(recent)},
+        mixed, recent = _launch.launch(
+            device.convolve,
+            {name: arrays[name] for name in names},
+            {"mixed": shape(call.batch, constants.channels, dtype=call.dtype), **_shapes(moved)},
             constants=constants,
-            programs=call.batch * heads,
+            programs=call.batch * sum(view.heads for view in call.convolved),
             tile=Tile(1, warps=1),
-            in_place={"moved": recent},
+            in_place=moved,
         )
-    convolves = call.taps > 0 and not constants.mixed_before
-    arrays = inputs._asdict() if convolves else inputs._replace(recent=None, taps=None, taps_bias=None)._asdict()
-    found = _launch.launch(
-        _device().step,
+        arrays, moved = arrays | {"recent": None, "taps": None, "taps_bias": None}, {}
+    state = {"next": inputs.memory}
+    results = _launch.launch(
+        device.step,
         arrays | {"mixed": mixed},
         {
             "output": shape(call.copies * call.batch, call.heads * call.value_dim, dtype=call.output_dtype),
-            "next": _shape(memory),
-            "moved": _shape(recent) if convolves and recent is not None else None,
+            **_shapes(state),
+            **({"moved": None} | _shapes(moved)),
         },
         constants=constants,
         programs=call.batch * call.heads,
         tile=Tile(1, warps=WARPS),
-        in_place={"next": memory} | ({"moved": recent} if convolves and recent is not None else {}),
+        in_place=state | moved,
     )
-    return Results(found.output, found.next, found.moved if convolves else moved)
+    return Results(results.output, results.next, results.moved if moved else recent)
 
 
-def _device() -> Any:
-    return importlib.import_module(DEVICE)
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-_OF_ROWS = ("query", "key", "value", "gate", "beta", "output_gate", "memory", "recent")
+def _shapes(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
 def _fold(call: Call, size: int, inputs: Inputs, mapped: Inputs, wanted: Inputs) -> tuple[Call, Inputs] | None:
-    """Rows of mapped steps join the batch, unless they have parameters of their own, or gradients of them."""
-    parameters = [name for name in Inputs._fields if name not in _OF_ROWS]
+    """Rows of mapped steps join the batch, unless parameters are mapped, or their gradients wanted."""
+    parameters = Inputs._fields[Inputs._fields.index("taps") :]
     if call.copies > 1 or any(getattr(each, name) for each in (mapped, wanted) for name in parameters):
         return None
     return replace(call, batch=call.batch * size), fold_rows(inputs, size, mapped, parameters)
 
 
-# a single token is nothing to train on: its gradients are by JAX
+# JAX differentiates the reference: nobody trains on single tokens
 OP = Op(_forward, xla.step, fold=_fold, splits=False, one_device=True)

@@ -1,10 +1,10 @@
-"""Device code: a program convolves a block of tokens and channels, whose tokens lie along the sublanes.
+"""Device code: a program convolves a block of tokens and channels, with tokens along the sublanes.
 
-Tokens are written to scratch memory in float32, from which loads that begin between sublanes give them delayed.
+Tokens are written to scratch memory in float32. Loads from there at shifted rows give the tokens delayed.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,66 +16,54 @@ F32 = jnp.float32
 Masks = tuple[jax.Array, jax.Array] | None
 
 
-class Place(NamedTuple):
-    """Which block of a row it is, and whether there is one before it and behind it."""
-
-    number: Any
-    is_first: Any
-    is_last: Any
-
-    @staticmethod
-    def of(axis: int) -> "Place":
-        number = pl.program_id(axis)
-        return Place(number, number == 0, number == pl.num_programs(axis) - 1)
-
-
 class Block:
-    """A program's arrays by name, one tile of lanes at a time."""
+    """A program's arrays by name, and the index of its block of tokens in the row."""
 
-    def __init__(self, sizes: Sizes, names: tuple[str, ...], refs: tuple[Any, ...], place: Place) -> None:
-        self.sizes, self.place = sizes, place
-        self.arrays = dict(zip(names, refs, strict=True))
+    def __init__(self, sizes: Sizes, names: tuple[str, ...], refs: tuple[Any, ...]) -> None:
+        self.sizes, self.arrays = sizes, dict(zip(names, refs, strict=True))
+        self.number = pl.program_id(2)
+        self.is_first, self.is_last = self.number == 0, self.number == pl.num_programs(2) - 1
 
     def tiles(self) -> list[slice]:
-        """The channels, so many that a token's are one row of registers."""
+        """The channels in tiles of `LANES`."""
         return [slice(first, first + LANES) for first in range(0, self.sizes.channels, LANES)]
 
     def weights(self, tile: slice) -> list[jax.Array]:
-        """The weight's rows, that of the token itself first."""
+        """The weight's rows, in order of their lags."""
         taps = self.sizes.taps
         return [self.arrays["weight"][taps - 1 - lag : taps - lag, tile] for lag in range(taps)]
 
     def load_before(self, tile: slice) -> None:
-        """Writes the tokens before the block to scratch memory: before a row's first ones its state, or 0."""
+        """Writes the tokens before the block to scratch memory; before the row's first block its state, or 0."""
         before = self.arrays["before"][0, :, tile].astype(F32)[-EDGE:]
-        self.arrays["tokens"][:EDGE] = jnp.where(self.place.is_first, 0.0, before)
+        self.arrays["tokens"][:EDGE] = jnp.where(self.is_first, 0.0, before)
         if "states" in self.arrays:
 
-            @pl.when(self.place.is_first)
+            @pl.when(self.is_first)
             def _() -> None:
                 states = self.arrays["states"][0, :, tile].astype(F32)
                 self.arrays["tokens"][EDGE - self.sizes.history : EDGE] = states
 
     def load_masks(self) -> None:
-        """Turns positions, which lie along the lanes, into columns."""
+        """Transposes positions and use, which lie along the lanes, to lie along the sublanes."""
         columns, shape = self.arrays["places"][0].T, self.arrays["masks"].shape[1:]
         for row in range(2):
             self.arrays["masks"][row] = jnp.broadcast_to(columns[: shape[0], row : row + 1], shape)
 
     def masks(self, first: Any, size: int) -> Masks:
-        """Positions and use of so many tokens from the `first` on, the same in all lanes."""
+        """Positions and use of `size` tokens from `first` on, the same in all lanes."""
         position, used = (self.arrays["masks"][row, pl.ds(first, size)] for row in range(2))
         return position, used
 
     def taps(self, first: Any, size: int, masks: Masks) -> list[jax.Array]:
-        """So many tokens from the `first` on, delayed by 0 … `W - 1` tokens."""
+        """`size` tokens from `first` on, delayed by 0 to `W - 1` tokens."""
         rows = [self.arrays["tokens"][pl.ds(first + EDGE - lag, size)] for lag in range(self.sizes.taps)]
         if masks is None:
             return rows
         return [jnp.where(masks[0] >= lag, row, 0.0) for lag, row in enumerate(rows)]
 
     def sums(self, taps: list[jax.Array], weights: list[jax.Array], tile: slice) -> jax.Array:
-        """What is activated, always added up in the same order."""
+        """The sums before the activation, always added up in the same order."""
         total = taps[0] * weights[0]
         for tap, weight in zip(taps[1:], weights[1:], strict=True):
             total = total + tap * weight
@@ -94,25 +82,24 @@ class Block:
 
 def forward(sizes: Sizes, names: tuple[str, ...], plain: Any, *refs: Any) -> None:
     """The output of a block."""
-    block = Block(sizes, names, refs, Place.of(2))
+    _run_tiles(Block(sizes, names, refs), plain, 0, _forward_tile)
 
-    def run(masked: bool) -> None:
+
+def _run_tiles(block: Block, plain: Any, row_axis: int, run: Callable[[Block, slice, bool], None]) -> None:
+    """Runs all tiles, without masks if the block needs none, as most do: masks cost time."""
+
+    def tiles(masked: bool) -> None:
         if masked:
             block.load_masks()
         for tile in block.tiles():
-            _forward_tile(block, tile, masked)
+            run(block, tile, masked)
 
-    _by_need(sizes, plain, pl.program_id(0), block.place, run)
-
-
-def _by_need(sizes: Sizes, plain: Any, row: Any, place: Place, run: Callable[[bool], None]) -> None:
-    """Masks cost time, and most blocks need none."""
-    if not sizes.masked:
-        run(False)
+    if not block.sizes.masked:
+        tiles(False)
         return
-    needs = plain[row, place.number] == 0
-    pl.when(needs)(lambda: run(True))
-    pl.when(jnp.logical_not(needs))(lambda: run(False))
+    needs_masks = plain[pl.program_id(row_axis), block.number] == 0
+    pl.when(needs_masks)(lambda: tiles(True))
+    pl.when(jnp.logical_not(needs_masks))(lambda: tiles(False))
 
 
 def _forward_tile(block: Block, tile: slice, masked: bool) -> None:
@@ -122,8 +109,7 @@ def _forward_tile(block: Block, tile: slice, masked: bool) -> None:
 
     def step(first: Any, carry: None) -> None:
         rows = pl.ds(first, sizes.rows)
-        own = arrays["x"][0, rows, tile].astype(F32)
-        arrays["tokens"][pl.ds(first + EDGE, sizes.rows)] = own
+        arrays["tokens"][pl.ds(first + EDGE, sizes.rows)] = arrays["x"][0, rows, tile].astype(F32)
         masks = block.masks(first, sizes.rows) if masked else None
         output = block.sums(block.taps(first, sizes.rows, masks), weights, tile)
         if sizes.silu:
@@ -136,20 +122,14 @@ def _forward_tile(block: Block, tile: slice, masked: bool) -> None:
 
 
 def backward(sizes: Sizes, names: tuple[str, ...], plain: Any, *refs: Any) -> None:
-    """`d_x` of a block, and what its tokens contribute to `d_sums`: rows of the weight's cotangent and the bias's."""
-    block = Block(sizes, names, refs, Place.of(2))
+    """`d_x` of a block, and its tokens' part of `d_sums`: the rows of the weight's cotangent, then the bias's."""
+    block = Block(sizes, names, refs)
 
-    @pl.when(block.place.is_first & (pl.program_id(1) == 0))
+    @pl.when(block.is_first & (pl.program_id(1) == 0))
     def _() -> None:
         block.arrays["d_sums"][...] = jnp.zeros_like(block.arrays["d_sums"])
 
-    def run(masked: bool) -> None:
-        if masked:
-            block.load_masks()
-        for tile in block.tiles():
-            _backward_tile(block, tile, masked)
-
-    _by_need(sizes, plain, pl.program_id(1), block.place, run)
+    _run_tiles(block, plain, 1, _backward_tile)
 
 
 def _backward_tile(block: Block, tile: slice, masked: bool) -> None:
@@ -158,9 +138,9 @@ def _backward_tile(block: Block, tile: slice, masked: bool) -> None:
     block.load_before(tile)
 
     def gradient(first: Any, size: int, x: jax.Array, d_output: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Cotangents of sums, which go to scratch memory, and the tokens that they are sums of."""
+        """The cotangents of sums, which are also written to scratch memory, and the tokens in each sum."""
         masks = block.masks(first, size) if masked else None
-        if masks is not None:  # outside of the row there may be anything
+        if masks is not None:  # tokens past the end of the row are undefined
             x = jnp.where(masks[0] >= 0, x, 0.0)
         arrays["tokens"][pl.ds(first + EDGE, size)] = x
         taps = block.taps(first, size, masks)
@@ -182,16 +162,16 @@ def _backward_tile(block: Block, tile: slice, masked: bool) -> None:
             each + product.reshape(-1, EDGE, LANES).sum(0) for each, product in zip(carry, products, strict=True)
         )
 
-    nothing = jnp.zeros((EDGE, LANES), F32)
-    found = block.over_rows(step, (nothing,) * (sizes.taps + has_bias))
-    for i, each in enumerate(found):
+    zeros = jnp.zeros((EDGE, LANES), F32)
+    partial_sums = block.over_rows(step, (zeros,) * (sizes.taps + has_bias))
+    for i, each in enumerate(partial_sums):
         arrays["d_sums"][i : i + 1, tile] += each.sum(0, keepdims=True)
     behind = [arrays[name][0, :, tile].astype(F32)[:EDGE] for name in ("behind", "d_behind")]
     gradient(sizes.tokens, EDGE, *behind)
 
-    @pl.when(block.place.is_last)
+    @pl.when(block.is_last)
     def _() -> None:
-        arrays["d_tokens"][sizes.tokens :] = nothing
+        arrays["d_tokens"][sizes.tokens :] = zeros
 
     def write(first: Any, carry: None) -> None:
         total = arrays["d_tokens"][pl.ds(first, sizes.rows)] * weights[0]

@@ -1,4 +1,4 @@
-"""Device code: a program walks through tokens of one row and keeps the last few of its channels in registers."""
+"""Device code: a program loops over tokens of one row, and holds the last few tokens of its channels in registers."""
 
 # Triton knows no unpacking into tuples
 # ruff: noqa: RUF005
@@ -13,7 +13,7 @@ EPSILON = tl.constexpr(1e-6)
 
 @triton.jit
 def forward(p, CALL: tl.constexpr):
-    """The output of a span of tokens; each is read once, but for those before the span."""
+    """The output of a span of tokens. Each is loaded once, and so are the `W - 1` tokens before the span."""
     GROUP: tl.constexpr = CALL.group
     i_row, i_first, o_d, m_d = _locate(CALL)
     b_weights = _load_weights(p, o_d, m_d, CALL)
@@ -21,7 +21,7 @@ def forward(p, CALL: tl.constexpr):
     b_past = _load_past(p, i_row, i_first, o_d, m_d, CALL)
     for i_group in range(0, CALL.span, GROUP):
         i_t = i_first + i_group
-        # all loads of a group before its first store, which none may pass
+        # all loads of a group come before its first store, as none is moved across a store
         b_rows = ()
         n_befores = ()
         for i in tl.static_range(GROUP):
@@ -44,10 +44,9 @@ def forward(p, CALL: tl.constexpr):
 
 @triton.jit
 def backward(p, CALL: tl.constexpr):
-    """`d_x` of a span of tokens, and what they contribute to the cotangents of weight and bias, in rows of `d_sums`.
+    """`d_x` of a span of tokens, and their part of the cotangents of weight and bias, as rows of `d_sums`.
 
-    A token's `d_x` is a sum over itself and the `W - 1` tokens behind it, which is pending until the walk has passed
-    those.
+    A token's `d_x` is a sum over itself and the `W - 1` tokens behind it, and pending until the loop has passed those.
     """
     W: tl.constexpr = CALL.taps
     GROUP: tl.constexpr = CALL.group
@@ -113,7 +112,7 @@ def backward(p, CALL: tl.constexpr):
 
 @triton.jit
 def _locate(CALL: tl.constexpr):
-    """Row, first token, channels and which of them there are."""
+    """The program's row and first token, and the offsets and mask of its channels."""
     COLUMNS: tl.constexpr = CALL.columns
     i_program = tl.program_id(0)
     i_block = i_program // CALL.columns_blocks
@@ -123,7 +122,7 @@ def _locate(CALL: tl.constexpr):
 
 @triton.jit
 def _load_weights(p, o_d, m_d, CALL: tl.constexpr):
-    """The weight's rows, that of the token itself first."""
+    """The weight's rows, in order of their lags."""
     W: tl.constexpr = CALL.taps
     b_weights = ()
     for lag in tl.static_range(W):
@@ -143,21 +142,21 @@ def _load_bias(p, o_d, m_d, CALL: tl.constexpr):
 
 @triton.jit
 def _load_token(p_x, i_row, i_t, o_d, m_d, CALL: tl.constexpr):
-    """A token in float32, 0 for those outside the row."""
+    """A token in float32, or 0 outside of the row."""
     p_token = p_x + (i_row.to(tl.int64) * CALL.tokens + i_t) * CALL.channels + o_d
     return tl.load(p_token, mask=m_d & (i_t >= 0) & (i_t < CALL.tokens), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_token(p_x, i_row, i_t, n_start, n_end, b_token, o_d, m_d, CALL: tl.constexpr):
-    """Stores a token, unless it is outside of these bounds."""
+    """Stores a token if its index is in `[n_start, n_end)`."""
     p_token = p_x + (i_row.to(tl.int64) * CALL.tokens + i_t) * CALL.channels + o_d
     tl.store(p_token, b_token.to(p_x.dtype.element_ty), mask=m_d & (i_t >= n_start) & (i_t < n_end))
 
 
 @triton.jit
 def _load_past(p, i_row, i_t, o_d, m_d, CALL: tl.constexpr):
-    """The `W - 1` tokens before a token in its row, the latest first; before the row's first one, its initial state."""
+    """The `W - 1` tokens before token `i_t`, the latest first; before the row's first token, the initial state."""
     W: tl.constexpr = CALL.taps
     b_past = ()
     for lag in tl.static_range(1, W):
@@ -171,18 +170,18 @@ def _load_past(p, i_row, i_t, o_d, m_d, CALL: tl.constexpr):
 
 @triton.jit
 def _load_position(p, i_row, i_t, CALL: tl.constexpr):
-    """How many tokens of its sequence lie before a token, at most `W - 1`; -1 for padding and outside the row."""
+    """How many tokens of its sequence precede a token, at most `W - 1`; -1 for padding and outside of the row."""
     W: tl.constexpr = CALL.taps
     if CALL.placed:
         return tl.load(p.position + i_row.to(tl.int64) * CALL.tokens + i_t, mask=i_t < CALL.tokens, other=-1)
     else:
-        # whatever it is, the tokens before it are its own
+        # the row is one sequence, so that no lag is masked
         return tl.where(i_t < CALL.tokens, W - 1, -1)
 
 
 @triton.jit
 def _taps(p, i_row, i_t, n_before, b_token, b_past, o_d, m_d, CALL: tl.constexpr):
-    """What the sum of a token is of, itself first."""
+    """The tokens in the sum of a token, in order of their lags."""
     W: tl.constexpr = CALL.taps
     if CALL.placed:
         b_taps = (tl.where(n_before >= 0, b_token, 0.0),)
@@ -203,7 +202,7 @@ def _taps(p, i_row, i_t, n_before, b_token, b_past, o_d, m_d, CALL: tl.constexpr
 
 @triton.jit
 def _shifted(b_token, b_past, CALL: tl.constexpr):
-    """The past of the next token."""
+    """`b_past` for the next token."""
     W: tl.constexpr = CALL.taps
     if W == 1:
         return b_past
@@ -219,7 +218,7 @@ def _heads(b_x, CALL: tl.constexpr):
 
 @triton.jit
 def _inverse_norms(b_heads, CALL: tl.constexpr):
-    """As `inverse_norm` has it, `[heads, 1]`."""
+    """The two results of `inverse_norm` for each head, `[heads, 1]`."""
     b_small = b_heads * SMALL
     b_inverse, b_factor = inverse_norm(tl.sum(b_heads * b_heads, 1), tl.sum(b_small * b_small, 1), EPSILON)
     return b_inverse[:, None], b_factor[:, None]
@@ -227,7 +226,7 @@ def _inverse_norms(b_heads, CALL: tl.constexpr):
 
 @triton.jit
 def _d_unit(b_x, b_d_unit, CALL: tl.constexpr):
-    """The cotangent of a token from that of its heads divided by their norms."""
+    """The cotangent of a token, given that of its heads divided by their norms."""
     b_heads, b_d_heads = _heads(b_x, CALL), _heads(b_d_unit, CALL)
     b_inverse, b_factor = _inverse_norms(b_heads, CALL)
     b_unit = (b_heads * b_factor) * b_inverse
@@ -237,7 +236,7 @@ def _d_unit(b_x, b_d_unit, CALL: tl.constexpr):
 
 @triton.jit
 def _sum(b_taps, b_weights, b_bias, CALL: tl.constexpr):
-    """What is activated, added up in the same order and with the same roundings for every token."""
+    """The sum before the activation, added up in the same order and with the same roundings for every token."""
     W: tl.constexpr = CALL.taps
     b_sum = b_taps[0] * b_weights[0]
     for lag in tl.static_range(1, W):

@@ -1,4 +1,4 @@
-"""Device code: a program has one head of a token, and writes it where attention reads it."""
+"""Device code: a program computes one head of a token, and writes it to where attention reads it."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ejkernel.kernels.chunks.triton.device.heads import SMALL, inverse_norm, own
 
 @triton.jit
 def rotate_and_store(p, CALL: tl.constexpr):
-    """A query goes to an array of its own, a key or a value to its place in the cache."""
+    """Query heads go to an array of their own, key and value heads to the token's place in the cache."""
     QUERY: tl.constexpr = CALL.queries
     KEY: tl.constexpr = CALL.keys
     VALUE: tl.constexpr = CALL.values
@@ -19,16 +19,16 @@ def rotate_and_store(p, CALL: tl.constexpr):
     i_at = tl.load(p.position + i_b).to(tl.int64)
     fits = (i_at >= 0) & (i_at < CALL.capacity)
     o_cache = (i_b * CALL.capacity + i_at) * KEY.heads
-    # each with names of its own: Triton wants what two branches set to have one type, and a cache may have its own
+    # names that differ between branches: Triton gives a name one type, and caches may have dtypes of their own
     if i_head < QUERY.heads:
         p_query = own_place(p.query, i_b, i_head, QUERY)
         p_rotated = p.rotated + (i_b * QUERY.heads + i_head) * QUERY.dim
-        _rotate(p, p_query, p.query_scale, p_rotated, i_at, i_at == i_at, CALL.has_norm, True, CALL)
+        _rotate(p, p_query, p.query_scale, p_rotated, i_at, i_at == i_at, p.query_scale is not None, True, CALL)
     elif i_head < QUERY.heads + KEY.heads:
         i_key = i_head - QUERY.heads
         p_key = own_place(p.key, i_b, i_key, KEY)
         p_keys = p.next_keys + (o_cache + i_key) * KEY.dim
-        _rotate(p, p_key, p.key_scale, p_keys, i_at, fits, CALL.has_norm, True, CALL)
+        _rotate(p, p_key, p.key_scale, p_keys, i_at, fits, p.query_scale is not None, True, CALL)
     else:
         i_value = i_head - QUERY.heads - KEY.heads
         p_value = own_place(p.value, i_b, i_value, VALUE)
@@ -38,7 +38,7 @@ def rotate_and_store(p, CALL: tl.constexpr):
 
 @triton.jit
 def _rotate(p, p_x, p_scale, p_out, i_at, m_out, NORM: tl.constexpr, ROTATES: tl.constexpr, CALL: tl.constexpr):
-    """A head, in two halves that are rotated against each other and a rest, which is not."""
+    """Rotates the first dims of a head, half of them together with the other half, and copies the rest."""
     PAIRS: tl.constexpr = CALL.pairs
     REST: tl.constexpr = CALL.dim - 2 * PAIRS
     o_pair = tl.arange(0, CALL.pair_block)
@@ -66,7 +66,7 @@ def _rotate(p, p_x, p_scale, p_out, i_at, m_out, NORM: tl.constexpr, ROTATES: tl
         b_turned = b_first * b_cos - b_second * b_sin
         b_second = b_second * b_cos + b_first * b_sin
         b_first = b_turned
-    # rounded as it is computed with, and then as the cache is
+    # rounded to the dtype of the computation first, then to that of the cache
     DTYPE: tl.constexpr = p.rotated.dtype.element_ty
     TYPE: tl.constexpr = p_out.dtype.element_ty
     tl.store(p_out + o_pair, b_first.to(DTYPE).to(TYPE), mask=m_pair & m_out)

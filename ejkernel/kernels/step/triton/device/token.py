@@ -1,4 +1,4 @@
-"""Device code: one token of a layer. A program has a head, whose memory it reads and writes once."""
+"""Device code of a step: a program computes one head, whose state it reads and writes once."""
 
 # Triton knows no unpacking into tuples
 # ruff: noqa: RUF005
@@ -12,8 +12,8 @@ from ejkernel.kernels.chunks.triton.device.heads import SMALL, inverse_norm, own
 
 @triton.jit
 def convolve(p, CALL: tl.constexpr):
-    """Convolves a head of queries, keys or values, for heads that share them; their last tokens move up."""
-    # what is in a record is a constant of Triton's once it has a name
+    """Convolves each head of queries, keys and values once, where several heads of the state share one."""
+    # a field of a record is a constant to Triton once it has a name
     QUERY: tl.constexpr = CALL.queries
     KEY: tl.constexpr = CALL.keys
     VALUE: tl.constexpr = CALL.values
@@ -35,14 +35,14 @@ def _convolve_head(p, p_x, i_b, i_head, FIRST: tl.constexpr, VIEW: tl.constexpr,
     BLOCK: tl.constexpr = VIEW.block
     o_d = tl.arange(0, BLOCK)
     b_tokens = _load_tokens(p, p_x, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
-    b_mixed = _mix(p, b_tokens, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
-    p_mixed = p.mixed + i_b * CALL.channels + FIRST + i_head * D + o_d
-    tl.store(p_mixed, b_mixed.to(p.mixed.dtype.element_ty), mask=o_d < D)
+    b_convolved = _convolve_token(p, b_tokens, i_b, i_head, o_d, o_d < D, FIRST, VIEW, CALL)
+    p_convolved = p.mixed + i_b * CALL.channels + FIRST + i_head * D + o_d
+    tl.store(p_convolved, b_convolved.to(p.mixed.dtype.element_ty), mask=o_d < D)
 
 
 @triton.jit
 def step(p, CALL: tl.constexpr):
-    """The output of a head and its next memory."""
+    """The output of a head and its next state."""
     H: tl.constexpr = CALL.heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
@@ -62,22 +62,22 @@ def step(p, CALL: tl.constexpr):
     m_k = o_k < K
     p_memory = p.memory + (i_b * H + i_h) * (K * V)
     p_next = p.next + (i_b * H + i_h) * (K * V)
-    # both before either is needed, so that they arrive together
+    # queries and keys are loaded before either is used, so that the loads overlap
     b_tokens_q = _load_head(p, p.query, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
     b_tokens_k = _load_head(p, p.key, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
     b_gate, b_step = _decay(p, i_b, i_h, o_k, m_k, CALL)
     b_beta = 1.0
-    if CALL.delta:
+    if CALL.beta is not None:
         p_beta = _place(p.beta, i_b, i_h, BETA, CALL)
         b_beta = CALL.beta_factor * tl.sigmoid(tl.load(p_beta).to(tl.float32))
-    b_q = _mixed(p, b_tokens_q, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
-    b_k = _mixed(p, b_tokens_k, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
+    b_q = _convolved(p, b_tokens_q, i_b, i_h, o_k, m_k, CALL.first_query, QUERY, CALL)
+    b_k = _convolved(p, b_tokens_k, i_b, i_h, o_k, m_k, CALL.first_key, KEY, CALL)
     if CALL.normalize:
-        b_q = _unit(b_q, CALL.epsilon_of_keys)
-        b_k = _unit(b_k, CALL.epsilon_of_keys)
+        b_q = _unit(b_q, CALL.key_epsilon)
+        b_k = _unit(b_k, CALL.key_epsilon)
     o_row = tl.arange(0, NV)
     b_out = tl.zeros([NV, BV], tl.float32)
-    # a loop, whose next block is on its way while this one is worked on
+    # a pipelined loop: the next block is loaded while this one is computed
     for i_v in tl.range(0, NV, num_stages=CALL.stages):
         o_v = i_v * BV + tl.arange(0, BV)
         m_v = o_v < V
@@ -85,7 +85,7 @@ def step(p, CALL: tl.constexpr):
         m_state = m_k[:, None] & m_v[None, :]
         b_state = tl.load(p_memory + o_state, mask=m_state, other=0.0).to(tl.float32)
         b_tokens = _load_head(p, p.value, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
-        b_v = _mixed(p, b_tokens, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
+        b_v = _convolved(p, b_tokens, i_b, i_h, o_v, m_v, CALL.first_value, VALUE, CALL)
         if CALL.per_key:
             b_state = faded(b_state, (b_gate * LOG2E)[:, None])
         else:
@@ -93,27 +93,27 @@ def step(p, CALL: tl.constexpr):
         b_new = b_v
         if CALL.values_by_step:
             b_new = b_v * b_step
-        if CALL.delta:
+        if CALL.beta is not None:
             b_new = b_beta * (b_new - tl.sum(b_k[:, None] * b_state, 0))
         b_state = b_state + b_k[:, None] * b_new[None, :]
-        b_here = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
+        b_output = tl.sum(b_q[:, None] * b_state, 0) * CALL.scale
         tl.store(p_next + o_state, b_state, mask=m_state)
-        if CALL.has_skip:
-            b_here += tl.load(p.skip + i_h).to(tl.float32) * b_v
-        b_out = tl.where((o_row == i_v)[:, None], b_here[None, :], b_out)
+        if p.skip is not None:
+            b_output += tl.load(p.skip + i_h).to(tl.float32) * b_v
+        b_out = tl.where((o_row == i_v)[:, None], b_output[None, :], b_out)
     o_v = o_row[:, None] * BV + tl.arange(0, BV)[None, :]
     m_v = o_v < V
-    if CALL.has_norm:
+    if CALL.epsilon is not None:
         b_inverse, b_scale = inverse_norm(
             tl.sum(b_out * b_out), tl.sum((b_out * SMALL) * (b_out * SMALL)), CALL.epsilon * V
         )
         b_out = (b_out * b_scale) * b_inverse * CALL.root
         b_out = b_out * tl.load(p.norm + o_v, mask=m_v, other=0.0).to(tl.float32)
-    if CALL.has_output_gate:
+    if CALL.output_gate is not None:
         p_gate = _place(p.output_gate, i_b, i_h, OUTPUT_GATE, CALL)
         b_z = tl.load(p_gate + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_share = tl.sigmoid(b_z)
-        if CALL.silu:
+        if CALL.activation == "silu":
             b_share = b_z * b_share
         b_out = b_out * b_share
     for i_copy in tl.static_range(COPIES):
@@ -123,24 +123,24 @@ def step(p, CALL: tl.constexpr):
 
 @triton.jit
 def _place(p_x, i_b, i_h, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """Where the numbers begin that head `i_h` of all has."""
+    """The pointer to the head of a view that head `i_h` of the state uses."""
     return own_place(p_x, i_b, i_h // (CALL.heads // VIEW.heads), VIEW)
 
 
 @triton.jit
 def _load_head(p, p_x, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """What `_mixed` makes a head of queries, keys or values of: its token, and the last ones if they are convolved."""
+    """The tokens that `_convolved` needs for a head of queries, keys or values: the current one, then the last ones."""
     i_head = i_h // (CALL.heads // VIEW.heads)
-    if CALL.mixed_before:
-        p_mixed = p.mixed + i_b * CALL.channels + FIRST + i_head * VIEW.dim + o_d
-        return (tl.load(p_mixed, mask=m_d, other=0.0),)
+    if CALL.convolved_before:
+        p_convolved = p.mixed + i_b * CALL.channels + FIRST + i_head * VIEW.dim + o_d
+        return (tl.load(p_convolved, mask=m_d, other=0.0),)
     else:
         return _load_tokens(p, p_x, i_b, i_head, o_d, m_d, FIRST, VIEW, CALL)
 
 
 @triton.jit
 def _load_tokens(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """A head's token, and the last ones before it, the latest first."""
+    """A head's current token and the last ones before it, the latest first."""
     W: tl.constexpr = CALL.taps
     b_tokens = (tl.load(own_place(p_x, i_b, i_head, VIEW) + o_d, mask=m_d, other=0.0),)
     for lag in tl.static_range(1, W):
@@ -150,17 +150,17 @@ def _load_tokens(p, p_x, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.co
 
 
 @triton.jit
-def _mixed(p, b_tokens, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """A head of what `_load_head` has loaded; convolved here if every head has its own, or before this."""
-    if CALL.taps == 0 or CALL.mixed_before:
+def _convolved(p, b_tokens, i_b, i_h, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """A head of queries, keys or values in float32, convolved here unless the kernel `convolve` has done it."""
+    if CALL.taps == 0 or CALL.convolved_before:
         return b_tokens[0].to(tl.float32)
     else:
-        return _mix(p, b_tokens, i_b, i_h // (CALL.heads // VIEW.heads), o_d, m_d, FIRST, VIEW, CALL)
+        return _convolve_token(p, b_tokens, i_b, i_h // (CALL.heads // VIEW.heads), o_d, m_d, FIRST, VIEW, CALL)
 
 
 @triton.jit
-def _mix(p, b_tokens, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
-    """A head's convolved token, whose last ones move up; `FIRST` is the first channel of its kind."""
+def _convolve_token(p, b_tokens, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.constexpr, CALL: tl.constexpr):
+    """A head's convolved token. Its last tokens are stored one place earlier. `FIRST` is its view's first channel."""
     W: tl.constexpr = CALL.taps
     C: tl.constexpr = CALL.channels
     o_c = FIRST + i_head * VIEW.dim + o_d
@@ -171,14 +171,14 @@ def _mix(p, b_tokens, i_b, i_head, o_d, m_d, FIRST: tl.constexpr, VIEW: tl.const
     for lag in tl.static_range(1, W):
         p_moved = p.moved + (i_b * (W - 1) + W - 1 - lag) * C + o_c
         tl.store(p_moved, b_tokens[lag - 1].to(p.moved.dtype.element_ty), mask=m_d)
-    if CALL.has_taps_bias:
+    if p.taps_bias is not None:
         b_sum += tl.load(p.taps_bias + o_c, mask=m_d, other=0.0).to(tl.float32)
     return b_sum * tl.sigmoid(b_sum)
 
 
 @triton.jit
 def _unit(b_x, EPSILON: tl.constexpr):
-    """Divided by its norm, of any size that float32 holds."""
+    """`b_x` divided by its norm, which may be as large or small as float32 holds."""
     b_small = b_x * SMALL
     b_inverse, b_scale = inverse_norm(tl.sum(b_x * b_x), tl.sum(b_small * b_small), EPSILON)
     return (b_x * b_scale) * b_inverse
@@ -188,14 +188,14 @@ def _unit(b_x, EPSILON: tl.constexpr):
 def _softplus(b_x):
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e
-    # log1p: what was rounded off the sum is made up for
+    # log1p, which corrects for the rounding of the sum
     b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / (b_u - 1.0)))
     return tl.maximum(b_x, 0.0) + b_log
 
 
 @triton.jit
 def _decay(p, i_b, i_h, o_k, m_k, CALL: tl.constexpr):
-    """The log decay, a number or one a key dim, and the time step in it."""
+    """The log decay, a number or one for each key dim, and the time step in it."""
     GATE: tl.constexpr = CALL.gate
     p_gate = _place(p.gate, i_b, i_h, GATE, CALL)
     if CALL.per_key:
