@@ -154,25 +154,24 @@ def look_at(p, chunk, i_token, i_h, CALL: tl.constexpr):
 
 
 @triton.jit
-def solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL: tl.constexpr):
+def solve_bounded(p, b_beta, rows, CALL: tl.constexpr):
     """What `solve_folded` gives of a chunk whose gates are bounded; returns what kind it is after all.
 
     Keys that coincide need more digits than these scores have, so such a chunk is left to the exact path.
     """
     C: tl.constexpr = CALL.chunk
-    K: tl.constexpr = CALL.key_dim
     BK: tl.constexpr = CALL.part_block
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     # what is the same for all dims would take registers
-    for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1, disable_licm=True):
+    for i_k in tl.range(0, (CALL.key_dim + BK - 1) // BK, num_stages=1, disable_licm=True):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_below, b_score = fold_dims(p, chunk, i_token, i_h, i_chunk, o_k, b_below, b_score, CALL)
+        b_below, b_score = fold_dims(p, rows.chunk, rows.i_token, rows.i_h, rows.i_chunk, o_k, b_below, b_score, CALL)
     b_below = b_below * b_beta[:, None]
     kind = BOUNDED
     if tl.sum(coincide(tl.sum(b_below * b_below, 1)[None, :], C).to(tl.int32), 0) > 0:
         kind = STRONG
     else:
-        b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
-        store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
+        b_inverse = solve_system(p, b_below, b_beta, rows, CALL)
+        store_reads(p, b_score, b_inverse, rows, CALL)
     return kind

@@ -7,17 +7,19 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import scaled
-from ejkernel.kernels.chunks.triton.device.places import (
-    after_first_gate,
-    load_columns,
-    locate_block,
-    visit,
-    visit_of_block,
-)
+from ejkernel.kernels.chunks.triton.device.places import locate_block, visit
 from ejkernel.kernels.delta_rule.triton.device.flows import add_flows, add_pairs, add_up, store_moving
-from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_block, of_values
+from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_values
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED
+from ejkernel.kernels.delta_rule.triton.device.rows import (
+    gated,
+    load_gate_columns,
+    load_head_columns,
+    of_block,
+    rows_of_block,
+    writable,
+)
 
 BLOCK = tl.constexpr(16)
 
@@ -114,40 +116,35 @@ def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
     BK: tl.constexpr = CALL.part_block
     BV: tl.constexpr = CALL.value_block
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
-    K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
+    K: tl.constexpr = CALL.key_dim
     NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
     PRECISION: tl.constexpr = CALL.precision
-    PAD: tl.constexpr = K % BK != 0
-    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+    rows = rows_of_block(block, i_c, i_h, p, CALL)
+    o_r = rows.o_r
     o_v = i_v * BV + tl.arange(0, BV)
-    m_read = chunk.i_row + o_r < chunk.n_read
-    m_write = chunk.i_row + o_r < chunk.n_end
-    m_gate = m_read & after_first_gate(chunk, chunk.i_row + o_r, CALL)
-    b_do, b_u, _, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, True, CALL
-    )
+    m_write = writable(rows)
+    m_gate = gated(rows, CALL)
+    b_do, b_u, _, b_dr, b_beta, b_dscore, b_dbelow = of_values(p, rows, i_v, True, CALL)
     b_do = tl.trans((b_do.to(tl.float32) * CALL.scale).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
     b_dscore = b_dscore.to(b_u.dtype)
     b_dbelow = b_dbelow.to(b_u.dtype)
-    i_rows = ((i_token * H + i_h) * NV + i_v) * K
+    i_rows = ((rows.i_token * H + i_h) * NV + i_v) * K
     # what is the same for all dims would take registers
     for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1, disable_licm=True):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
-        b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
-        b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
-        b_state, b_dstate = load_ends(p, chunk, i_chunk, o_v, o_k, CALL)
+        b_gate = load_gate_columns(p, rows, o_k, CALL)
+        b_k = load_head_columns(p.key, rows, o_k, CALL.key_heads, K, CALL)
+        b_q = load_head_columns(p.query, rows, o_k, CALL.query_heads, K, CALL)
+        b_state, b_dstate = load_ends(p, rows, o_v, o_k, CALL)
         b_dq, b_dk, b_flow, b_leaving = of_bounded(
             b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, tl.trans(b_u), b_dscore, b_dbelow, o_r, CALL
         )
         b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
         b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
         b_dgate = tl.where(m_gate[None, :], b_dgate, 0.0)
-        o_rows = o_t[None, :] * (H * NV * K) + o_k[:, None]
+        o_rows = rows.o_t[None, :] * (H * NV * K) + o_k[:, None]
         store_moving(p, i_rows + o_rows, m_write[None, :] & (o_k[:, None] < K), b_dq, b_dk, b_dgate)
 
 

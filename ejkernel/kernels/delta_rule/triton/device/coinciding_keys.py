@@ -13,8 +13,6 @@ from ejkernel.kernels.chunks.triton.device.places import (
     CUT,
     REAL,
     load_flag,
-    load_kept,
-    load_rows,
     rows_kept,
     store_tile,
     token_of,
@@ -22,18 +20,19 @@ from ejkernel.kernels.chunks.triton.device.places import (
     visit,
 )
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
-from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, load_weight, pair_decays, weight, weights_of
+from ejkernel.kernels.delta_rule.triton.device.decays import BETA, IDLE, load_pair_decays, load_weight, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import inverse, product, scores
+from ejkernel.kernels.delta_rule.triton.device.rows import Rows, load_head, load_pairs, pairs_at, writable
 
 # The mean square of a system's rows from which on outputs are not within twice their rounding error any more.
 COINCIDING = tl.constexpr(1.5)
 
 
 @triton.jit
-def store_squares(b_system, chunk, i_chunk, i_h, o_r, p, CALL: tl.constexpr):
+def store_squares(b_system, rows, p, CALL: tl.constexpr):
     """Of each row of what stands below a system's diagonal: how much keys recall of those before them."""
-    p_tile = p.squares + rows_kept(chunk, i_chunk, i_h, p, 1, CALL) + o_r
-    store_tile(p_tile, tl.sum(b_system * b_system, 1), chunk.i_row + o_r < chunk.n_end, not CALL.listed)
+    p_tile = p.squares + rows_kept(rows.chunk, rows.i_chunk, rows.i_h, p, 1, CALL) + rows.o_r
+    store_tile(p_tile, tl.sum(b_system * b_system, 1), writable(rows), not CALL.listed)
 
 
 @triton.jit
@@ -74,16 +73,26 @@ def any_coincide(p, i_chunk, n_chunks, CALL: tl.constexpr):
 
 
 @triton.jit
-def listed_coincide(p, chunk, o_h, CALL: tl.constexpr):
-    """In which heads of a listed chunk keys coincide."""
+def heads_that_coincide(p, block, chunk, o_h, CALL: tl.constexpr):
+    """In which heads of a chunk keys coincide; a listed one needs no block."""
     C: tl.constexpr = CALL.chunk
     o_r = tl.arange(0, C)
-    o_row = (chunk.i_n.to(tl.int64) * CALL.heads + o_h) * p.T + chunk.i_row
-    m_head = (o_h < CALL.heads) & ((chunk.entry & REAL) != 0)
+    m_head = o_h < CALL.heads
+    if CALL.listed:
+        i_first = 0
+        o_head = (chunk.i_n.to(tl.int64) * CALL.heads + o_h) * p.T + chunk.i_row
+        o_square = o_head[:, None]
+        m_head = m_head & ((chunk.entry & REAL) != 0)
+        m_row = chunk.i_row + o_r < chunk.n_end
+    else:
+        i_first = block.i_block.to(tl.int64) * CALL.heads
+        o_head = o_h
+        o_square = (i_first + o_h)[:, None] * C
+        m_row = o_r < block.n_rows - block.i_c * C
     if CALL.decay == "head":
-        m_head = tl.load(p.weak + o_row, mask=m_head, other=0) != 0
-    m_square = m_head[:, None] & (chunk.i_row + o_r < chunk.n_end)[None, :]
-    return coincide(tl.load(p.squares + o_row[:, None] + o_r[None, :], mask=m_square, other=0.0), C).to(tl.int32)
+        m_head = tl.load(p.weak + i_first + o_head, mask=m_head, other=0) != 0
+    p_tile = p.squares + o_square + o_r[None, :]
+    return coincide(tl.load(p_tile, mask=m_head[:, None] & m_row[None, :], other=0.0), C).to(tl.int32)
 
 
 @triton.jit
@@ -98,7 +107,7 @@ def mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
     is_mine = 0
     for i_step in range(0, n_steps):
         chunk = visit(i_from + i_step, i_n, 0, 0, p, CALL)
-        b_coincide = tl.sum(listed_coincide(p, chunk, o_h, CALL), 0)
+        b_coincide = tl.sum(heads_that_coincide(p, None, chunk, o_h, CALL), 0)
         is_mine = tl.where((chunk.entry & CUT) != 0, 0, is_mine) | b_coincide
         is_any = is_any | b_coincide
         tl.store(p_mine + chunk.i_row, is_mine)
@@ -113,38 +122,16 @@ def mark_sequences(p, p_mine, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
 
 
 @triton.jit
-def heads_that_coincide(p, i_block, o_h, n_rows, CALL: tl.constexpr):
-    """In which heads of a chunk of so many rows keys coincide."""
-    C: tl.constexpr = CALL.chunk
-    o_r = tl.arange(0, C)
-    i_chunk = i_block.to(tl.int64) * CALL.heads
-    m_head = o_h < CALL.heads
-    if CALL.decay == "head":
-        m_head = tl.load(p.weak + i_chunk + o_h, mask=m_head, other=0) != 0
-    m_square = m_head[:, None] & (o_r < n_rows)[None, :]
-    p_tile = p.squares + (i_chunk + o_h)[:, None] * C + o_r[None, :]
-    return coincide(tl.load(p_tile, mask=m_square, other=0.0), C).to(tl.int32)
-
-
-@triton.jit
-def load_pairs(p_pair, chunk, i_chunk, i_h, o_r, p, CALL: tl.constexpr):
-    """What is kept of pairs of a chunk's rows, by the first of them."""
-    C: tl.constexpr = CALL.chunk
-    p_tile = p_pair + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
-    return load_kept(p_tile, (chunk.i_row + o_r < chunk.n_end)[:, None], CALL)
-
-
-@triton.jit
 def rest_of(b):
     """What rounding to bfloat16 takes off, itself rounded."""
     return (b - b.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def load_rest(p, chunk, i_chunk, i_h, o_r, INVERSE: tl.constexpr, CALL: tl.constexpr):
+def load_rest(p, rows, INVERSE: tl.constexpr, CALL: tl.constexpr):
     """Of what queries read, or of the inverse, transposed."""
-    b_rest = load_pairs(p.rests, chunk, i_chunk, i_h, o_r, p, CALL)
-    return tl.where((o_r[:, None] < o_r[None, :]) == INVERSE, b_rest, 0.0).to(b_rest.dtype)
+    b_rest = load_pairs(p.rests, rows, p, CALL)
+    return tl.where((rows.o_r[:, None] < rows.o_r[None, :]) == INVERSE, b_rest, 0.0).to(b_rest.dtype)
 
 
 @triton.jit
@@ -158,20 +145,15 @@ def add_rest(b, b_left, b_right, COINCIDE: tl.constexpr):
 @triton.jit
 def measure_chunk(p, chunk, i_first, n_rows, i_chunk, i_h, o_r, o_t, CALL: tl.constexpr):
     """`store_squares` of one chunk."""
-    BK: tl.constexpr = CALL.key_block
-    HK: tl.constexpr = CALL.key_heads
-    K: tl.constexpr = CALL.key_dim
     PRECISION: tl.constexpr = CALL.precision
-    p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
     i_token = token_of(i_first, n_rows, chunk.i_row, CALL.flip)
-    m_read = chunk.i_row + o_r < chunk.n_read
-    i_kh = i_h // (CALL.heads // HK)
-    b_k = load_rows(p.key, i_token, i_kh, o_t, m_read, tl.arange(0, BK), HK, K, BK != K, False)
+    rows = Rows(chunk, i_h, i_chunk, i_token, o_r, o_t, chunk.i_row + o_r < chunk.n_read)
+    p_row = weights_of(p.weights, rows, p, CALL) + o_r
+    b_k = load_head(p.key, rows, tl.arange(0, CALL.key_block), CALL.key_heads, CALL.key_dim, CALL)
     b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
-    b_below = b_below * load_weight(p_row, o_r, chunk, CALL)[:, None]
-    b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
-    b_below = b_below * pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
-    store_squares(b_below, chunk, i_chunk, i_h, o_r, p, CALL)
+    b_below = b_below * load_weight(p_row, BETA, rows, p, CALL)[:, None]
+    b_below = b_below * load_pair_decays(p_row, rows, p, CALL)
+    store_squares(b_below, rows, p, CALL)
 
 
 @triton.jit
@@ -201,46 +183,40 @@ def measure(p, i_n, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CAL
 
 
 @triton.jit
-def store_rests(p, chunk, i_token, i_h, i_chunk, o_t, m_read, CALL: tl.constexpr):
+def store_rests(p, rows, CALL: tl.constexpr):
     """Solves a chunk's system again, for what rounding has taken off what queries read and off the inverse.
 
     Both are triangular: one matrix holds them, the inverse's rest transposed.
     """
-    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
-    C: tl.constexpr = CALL.chunk
     PRECISION: tl.constexpr = CALL.precision
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
-    o_r = tl.arange(0, C)
-    o_k = tl.arange(0, BK)
-    p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
-    b_beta = load_weight(p_row, o_r, chunk, CALL)
+    o_r = rows.o_r
+    o_k = tl.arange(0, CALL.key_block)
+    p_row = weights_of(p.weights, rows, p, CALL) + o_r
+    b_beta = load_weight(p_row, BETA, rows, p, CALL)
     b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
     m_late = o_r[:, None] > o_r[None, :]
     m_own = o_r[:, None] == o_r[None, :]
-    b_k = load_rows(p.own_key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False)
-    b_q = load_rows(p.own_query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False)
+    b_k = load_head(p.own_key, rows, o_k, CALL.key_heads, K, CALL)
+    b_q = load_head(p.own_query, rows, o_k, CALL.query_heads, K, CALL)
     if CALL.decay == "key":
         b_score = scores(b_q, b_k, m_own, PRECISION)
-        b_q = load_rows(p.query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
-        b_k = load_rows(p.key, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
-        b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False)
+        b_q = load_head(p.query, rows, o_k, H, K, CALL)
+        b_k = load_head(p.key, rows, o_k, H, K, CALL)
+        b_write = load_head(p.write, rows, o_k, H, K, CALL)
         b_below = scores(b_k, b_write, m_late, PRECISION)
         b_score += scores(b_q, b_write, m_late, PRECISION)
     else:
         b_below = scores(b_k, b_k, m_late, PRECISION)
         b_score = scores(b_q, b_k, m_late | m_own, PRECISION)
         if CALL.decay == "head":
-            b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
-            b_pair = pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
+            b_pair = load_pair_decays(p_row, rows, p, CALL)
             b_below = b_below * b_pair
             b_score = b_score * b_pair
-    b_inverse = inverse(b_below * b_beta[:, None], C, INVERT)
+    b_inverse = inverse(b_below * b_beta[:, None], CALL.chunk, INVERT)
     b_rest = tl.trans((b_inverse - nearest(b_inverse, SOLVE)).to(tl.bfloat16))
     b_rest = tl.where(m_late | m_own, rest_of(product(b_score, b_inverse, INVERT)), b_rest)
-    p_pair = p.rests + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
-    store_tile(p_pair, b_rest, (chunk.i_row + o_r < chunk.n_end)[:, None], not CALL.listed)
+    store_tile(pairs_at(p.rests, rows, p, CALL), b_rest, writable(rows)[:, None], not CALL.listed)

@@ -11,6 +11,7 @@ from ejkernel.kernels.chunks.triton.device.places import (
     token_offsets,
     visit,
 )
+from ejkernel.kernels.delta_rule.triton.device.rows import Rows, writable
 
 # What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
 # beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
@@ -24,13 +25,11 @@ WEAK_WRITTEN = tl.constexpr(-14.0 / 64)
 FEWEST_COINCIDING = tl.constexpr(16)
 # numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates, whole bits and rest
 WEIGHTS = tl.constexpr(5)
-
-
-@triton.jit
-def pair_decays(b_whole, b_part):
-    """From each column's row to each row that is not before it, something finite elsewhere: `[C, C]`."""
-    b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
-    return tl.exp2(tl.minimum(b_gap, MOST))
+BETA = tl.constexpr(0)
+SINCE = tl.constexpr(1)
+UNTIL = tl.constexpr(2)
+WHOLE_BITS = tl.constexpr(3)
+PART_BITS = tl.constexpr(4)
 
 
 @triton.jit
@@ -46,17 +45,17 @@ def marked(b_beta):
 
 
 @triton.jit
-def weights_of(p_weights, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
+def weights_of(p_weights, rows, p, CALL: tl.constexpr):
     """Where the first of a chunk's `WEIGHTS` are."""
     if CALL.listed:
-        return p_weights + ((chunk.i_n.to(tl.int64) * CALL.heads + i_h) * (WEIGHTS * p.T) + chunk.i_row)
+        return p_weights + ((rows.chunk.i_n.to(tl.int64) * CALL.heads + rows.i_h) * (WEIGHTS * p.T) + rows.chunk.i_row)
     else:
-        return p_weights + i_chunk * (WEIGHTS * CALL.chunk)
+        return p_weights + rows.i_chunk * (WEIGHTS * CALL.chunk)
 
 
 @triton.jit
 def weight(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
-    """Where the others are."""
+    """Where one of `WEIGHTS` is, from where the first is."""
     if CALL.listed:
         return p_row + NUMBER * p.T
     else:
@@ -64,12 +63,22 @@ def weight(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
 
 
 @triton.jit
-def load_weight(p_tile, o_r, chunk, CALL: tl.constexpr):
-    """Weights of a chunk's rows; of those that a listed one does not have, 0."""
+def load_weight(p_row, NUMBER: tl.constexpr, rows, p, CALL: tl.constexpr, o_r=0):
+    """One of `WEIGHTS`; of rows that a listed chunk does not have, 0."""
+    p_tile = weight(p_row, NUMBER, p, CALL) + o_r
     if CALL.listed:
-        return tl.load(p_tile, mask=chunk.i_row + o_r < chunk.n_end, other=0.0)
+        return tl.load(p_tile, mask=writable(rows), other=0.0)
     else:
         return tl.load(p_tile)
+
+
+@triton.jit
+def load_pair_decays(p_row, rows, p, CALL: tl.constexpr):
+    """The decay from each column's row to each row that is not before it, something finite elsewhere: `[C, C]`."""
+    b_whole = load_weight(p_row, WHOLE_BITS, rows, p, CALL)
+    b_part = load_weight(p_row, PART_BITS, rows, p, CALL)
+    b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
+    return tl.exp2(tl.minimum(b_gap, MOST))
 
 
 @triton.jit
@@ -107,15 +116,15 @@ def weigh_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
     b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
     b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
     i_chunk = (block.i_block.to(tl.int64) * H + o_h)[:, None]
-    p_row = weights_of(p.weights, chunk, i_chunk, o_h[:, None], p, CALL) + o_r[None, :]
+    p_row = weights_of(p.weights, Rows(chunk, o_h[:, None], i_chunk, i_token, o_r, o_t, m_read), p, CALL) + o_r[None, :]
     m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
     if CALL.listed:
         m_head = m_head & (i_row + o_r < chunk.n_end)[None, :]
     tl.store(p_row, marked(b_beta), mask=m_head)
-    tl.store(weight(p_row, 1, p, CALL), b_since, mask=m_head)
-    tl.store(weight(p_row, 2, p, CALL), b_until, mask=m_head)
-    tl.store(weight(p_row, 3, p, CALL), b_whole, mask=m_head)
-    tl.store(weight(p_row, 4, p, CALL), b_part, mask=m_head)
+    tl.store(weight(p_row, SINCE, p, CALL), b_since, mask=m_head)
+    tl.store(weight(p_row, UNTIL, p, CALL), b_until, mask=m_head)
+    tl.store(weight(p_row, WHOLE_BITS, p, CALL), b_whole, mask=m_head)
+    tl.store(weight(p_row, PART_BITS, p, CALL), b_part, mask=m_head)
     b_weak = tl.zeros(o_h.shape, tl.int32)
     if CALL.keys_may_coincide:
         b_least = tl.where(tl.max(tl.abs(b_beta), 1) < 1.0, WEAK, WEAK_WRITTEN)

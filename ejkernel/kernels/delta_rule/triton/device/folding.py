@@ -9,21 +9,13 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E
-from ejkernel.kernels.chunks.triton.device.places import (
-    FIRST,
-    load_rows,
-    locate_block,
-    rows_kept,
-    token_of,
-    token_offsets,
-    visit,
-    visit_of_block,
-)
+from ejkernel.kernels.chunks.triton.device.places import FIRST, locate_block, rows_kept, store_tile, token_of
 from ejkernel.kernels.delta_rule.triton.device.bounded_gates import look_at, solve_bounded
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
-from ejkernel.kernels.delta_rule.triton.device.decays import WEIGHTS, marked, weights_of
+from ejkernel.kernels.delta_rule.triton.device.decays import marked, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import scores
 from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED, MILD, STRONG, store_factors
+from ejkernel.kernels.delta_rule.triton.device.rows import load_beta, load_head, rows_of_block, writable
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
@@ -158,30 +150,42 @@ def fold_chunk(p, chunk, i_first, n_rows, i_token, i_h, i_chunk, CALL: tl.conste
 
 
 @triton.jit
-def solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL: tl.constexpr):
+def solve_chunk(p, b_beta, rows, CALL: tl.constexpr):
     """Solves a chunk's system, of queries and keys as they were folded."""
-    BK: tl.constexpr = CALL.key_block
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     PRECISION: tl.constexpr = CALL.precision
     WHOLE: tl.constexpr = CALL.whole
+    o_r = rows.o_r
+    o_k = tl.arange(0, CALL.key_block)
     # what other threads have written
     tl.debug_barrier()
-    b_recall = load_rows(p.recall, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
-    b_query = load_rows(p.folded_query, i_token, i_h, o_t, m_read, o_k, H, K, BK != K, False, WHOLE)
+    b_recall = load_head(p.recall, rows, o_k, H, K, CALL, WHOLE)
+    b_write = load_head(p.write, rows, o_k, H, K, CALL, WHOLE)
+    b_query = load_head(p.folded_query, rows, o_k, H, K, CALL, WHOLE)
     b_below = scores(b_recall, b_write, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
-    store_squares(b_below, chunk, i_chunk, i_h, o_r, p, CALL)
-    b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
+    store_squares(b_below, rows, p, CALL)
+    b_inverse = solve_system(p, b_below, b_beta, rows, CALL)
     b_score = scores(b_query, b_write, o_r[:, None] > o_r[None, :], PRECISION)
     # a token's own key crosses no gate
-    b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
-    b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+    b_k = load_head(p.key, rows, o_k, CALL.key_heads, K, CALL, WHOLE)
+    b_q = load_head(p.query, rows, o_k, CALL.query_heads, K, CALL, WHOLE)
     b_own = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_score = tl.where(o_r[:, None] == o_r[None, :], b_own, b_score)
-    store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
+    store_reads(p, b_score, b_inverse, rows, CALL)
+
+
+@triton.jit
+def fold(p, block, rows, CALL: tl.constexpr):
+    """Folds a chunk, or solves it if its gates are bounded; returns its kind and betas."""
+    b_beta = marked(load_beta(p, rows, CALL))
+    kind = fold_chunk(p, rows.chunk, block.i_first, block.n_rows, rows.i_token, rows.i_h, rows.i_chunk, CALL)
+    p_row = weights_of(p.weights, rows, p, CALL) + rows.o_r
+    store_tile(p_row, b_beta, writable(rows), not CALL.listed)
+    if not CALL.flat:
+        if kind == BOUNDED:
+            kind = solve_bounded(p, b_beta, rows, CALL)
+    return kind, b_beta
 
 
 @triton.jit
@@ -191,52 +195,32 @@ def solve_folded(p, CALL: tl.constexpr):
     Systems are of queries and keys as the walks read them: what rounding does to those is the same for tokens of one
     chunk and of two.
     """
-    H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     i_program = tl.program_id(0)
-    i_h = i_program % H
+    i_h = i_program % CALL.heads
     i_chunk = i_program.to(tl.int64)
-    block = locate_block(i_program // H, p, CALL)
+    block = locate_block(i_program // CALL.heads, p, CALL)
     if CALL.listed:
         is_any = 0
         for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
-            chunk, _, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
-            o_k = tl.arange(0, CALL.key_block)
-            m_read = chunk.i_row + o_r < chunk.n_read
-            m_row = chunk.i_row + o_r < chunk.n_end
-            b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-            b_beta = marked(b_beta)
-            kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
-            tl.store(weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r, b_beta, mask=m_row)
-            if not CALL.flat:
-                if kind == BOUNDED:
-                    kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
-            i_rows = rows_kept(chunk, i_chunk, i_h, p, 1, CALL)
+            rows = rows_of_block(block, i_c, i_h, p, CALL)
+            kind, b_beta = fold(p, block, rows, CALL)
+            i_rows = rows_kept(rows.chunk, rows.i_chunk, i_h, p, 1, CALL)
             tl.store(p.kinds + i_rows, kind)
             is_any = is_any | (kind == STRONG).to(tl.int32)
             if kind != MILD:
                 # strong gates keep keys from coinciding
-                tl.store(p.squares + i_rows + o_r, tl.zeros([C], tl.float32), mask=m_row)
+                tl.store(p.squares + i_rows + rows.o_r, tl.zeros([C], tl.float32), mask=writable(rows))
             else:
-                solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL)
+                solve_chunk(p, b_beta, rows, CALL)
         tl.store(p.any_strong + i_chunk, is_any)
     else:
-        chunk = visit(block.i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
-        i_token = token_of(block.i_first, block.n_rows, chunk.i_row, CALL.flip)
-        o_r = tl.arange(0, C)
-        o_t = token_offsets(o_r, CALL.flip)
-        o_k = tl.arange(0, CALL.key_block)
-        m_read = chunk.i_row + o_r < chunk.n_read
-        b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-        b_beta = marked(b_beta)
-        kind = fold_chunk(p, chunk, block.i_first, block.n_rows, i_token, i_h, i_chunk, CALL)
-        tl.store(p.weights + i_chunk * (WEIGHTS * C) + o_r, b_beta)
-        if not CALL.flat:
-            if kind == BOUNDED:
-                kind = solve_bounded(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, m_read, CALL)
+        rows = rows_of_block(block, block.i_c, i_h, p, CALL)
+        kind, b_beta = fold(p, block, rows, CALL)
         tl.store(p.kinds + i_chunk, kind)
-        if (kind != MILD) | (chunk.i_row >= block.n_rows):
+        if (kind != MILD) | (rows.chunk.i_row >= block.n_rows):
             # strong gates keep keys from coinciding
-            tl.store(p.squares + i_chunk * C + o_r, tl.zeros([C], tl.float32))
+            i_rows = rows_kept(rows.chunk, i_chunk, i_h, p, 1, CALL)
+            tl.store(p.squares + i_rows + rows.o_r, tl.zeros([C], tl.float32))
             return
-        solve_chunk(p, chunk, i_token, i_h, i_chunk, b_beta, o_r, o_t, o_k, m_read, CALL)
+        solve_chunk(p, b_beta, rows, CALL)

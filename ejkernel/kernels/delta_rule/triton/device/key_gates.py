@@ -9,20 +9,20 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LARGEST, MOST, in_bits, largest, scaled
-from ejkernel.kernels.chunks.triton.device.places import (
-    after_first_gate,
-    load_flag,
-    load_rows,
-    locate_block,
-    store_tile,
-    visit,
-    visit_of_block,
-)
+from ejkernel.kernels.chunks.triton.device.places import load_flag, load_rows, locate_block, store_tile, visit
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.chunks.triton.device.strong_gates import sum_gates
 from ejkernel.kernels.delta_rule.triton.device.decays import marked, weights_of
 from ejkernel.kernels.delta_rule.triton.device.inverse import corner
 from ejkernel.kernels.delta_rule.triton.device.kinds import STRONG, store_factors
+from ejkernel.kernels.delta_rule.triton.device.rows import (
+    gated,
+    load_beta,
+    load_head,
+    rows_of_block,
+    store_head,
+    writable,
+)
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_reads
 
 
@@ -61,27 +61,22 @@ def of_chunk(p, block, i_c, i_h, CALL: tl.constexpr):
     BK: tl.constexpr = CALL.key_block
     FINE: tl.constexpr = CALL.fine
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
     SOLVE: tl.constexpr = CALL.solve
-    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
-    m_read = chunk.i_row + o_r < chunk.n_read
-    # the first gate is in the state that the sequence begins with
-    m_gate = m_read & after_first_gate(chunk, chunk.i_row + o_r, CALL)
-    b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-    b_beta = marked(b_beta)
+    rows = rows_of_block(block, i_c, i_h, p, CALL)
+    o_r = rows.o_r
+    m_gate = gated(rows, CALL)
+    b_beta = marked(load_beta(p, rows, CALL))
     if not CALL.strong:
-        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
-        store_tile(p_row, b_beta, chunk.i_row + o_r < chunk.n_end, not CALL.listed)
+        store_tile(weights_of(p.weights, rows, p, CALL) + o_r, b_beta, writable(rows), not CALL.listed)
     b_below = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, K % BK != 0, False)
-        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, K % BK != 0, False)
-        b_gate = load_rows(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, K % BK != 0, True)
+        b_k = load_head(p.key, rows, o_k, CALL.key_heads, K, CALL)
+        b_q = load_head(p.query, rows, o_k, CALL.query_heads, K, CALL)
+        b_gate = load_rows(p.gate, rows.i_token, i_h, rows.o_t, m_gate, o_k, H, K, K % BK != 0, True)
         b_bits = bits_from_middle(b_gate, o_r, CALL.levels, FINE)
         if largest(tl.abs(b_bits), CALL.flat) <= CALL.limit:
             b_late = tl.exp2(b_bits)
@@ -111,21 +106,19 @@ def of_chunk(p, block, i_c, i_h, CALL: tl.constexpr):
             b_total = tl.sum(tl.where((o_r == C - 1)[:, None], b_since, 0.0), 0)
             b_since = tl.exp2(tl.minimum(b_since, MOST))
             b_until = tl.exp2(tl.minimum(b_until, MOST))
-        i_rows = (i_token * H + i_h) * K
-        o_rows = o_t[:, None] * (H * K) + o_k[None, :]
-        m_rows = m_read[:, None] & (o_k[None, :] < K)
-        tl.store(p.folded_query + i_rows + o_rows, scaled(b_q, b_since), mask=m_rows)
-        tl.store(p.recall + i_rows + o_rows, scaled(b_k, b_since), mask=m_rows)
-        tl.store(p.write + i_rows + o_rows, scaled(b_k, b_until), mask=m_rows)
+        m_rows = rows.m_read[:, None] & (o_k[None, :] < K)
+        store_head(p.folded_query, scaled(b_q, b_since), rows, o_k, m_rows, K, CALL)
+        store_head(p.recall, scaled(b_k, b_since), rows, o_k, m_rows, K, CALL)
+        store_head(p.write, scaled(b_k, b_until), rows, o_k, m_rows, K, CALL)
         # states are met at the chunk's start and written to at its end
         b_none = tl.zeros([BK], tl.float32)
-        store_factors(p.factors, chunk, i_chunk, o_k, b_none, b_total, b_none, CALL)
+        store_factors(p.factors, rows.chunk, rows.i_chunk, o_k, b_none, b_total, b_none, CALL)
     # selected before anything multiplies them: a pair that nobody reads may have overflowed
     b_below = tl.where(o_r[:, None] > o_r[None, :], b_below, 0.0)
     b_score = tl.where(o_r[:, None] >= o_r[None, :], b_score, 0.0)
     b_below = b_below * b_beta[:, None]
-    b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
-    store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
+    b_inverse = solve_system(p, b_below, b_beta, rows, CALL)
+    store_reads(p, b_score, b_inverse, rows, CALL)
 
 
 @triton.jit

@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.places import (
-    load_rows,
     locate_block,
-    rows_kept,
     store_tile,
     token_of,
     token_offsets,
@@ -15,18 +13,19 @@ from ejkernel.kernels.chunks.triton.device.places import (
 from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import (
+    BETA,
     IDLE,
+    load_pair_decays,
     load_weight,
     marked,
-    pair_decays,
-    weight,
     weights_of,
 )
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands, inverse, product, scores
+from ejkernel.kernels.delta_rule.triton.device.rows import Rows, load_beta, load_head, pairs_at, writable
 
 
 @triton.jit
-def solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL: tl.constexpr):
+def solve_system(p, b_below, b_beta, rows, CALL: tl.constexpr):
     """Returns the inverse of a chunk's system, whose rows below the diagonal come times betas, and stores it.
 
     The row of a token that writes nothing is 0 below the diagonal. What is stored for the walk forward finds what the
@@ -38,80 +37,69 @@ def solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL: tl.
     SOLVE: tl.constexpr = CALL.solve
     m_idle = b_beta == IDLE
     b_inverse = inverse(tl.where(m_idle[:, None], 0.0, b_below), C, INVERT)
-    p_pair = rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
-    m_pair = (chunk.i_row + o_r < chunk.n_end)[:, None]
+    o_pair = pairs_at(0, rows, p, CALL)
+    m_pair = writable(rows)[:, None]
     b_nearest = nearest(b_inverse, SOLVE)
-    if tl.max((m_idle & m_read).to(tl.int32), 0) > 0:
+    if tl.max((m_idle & rows.m_read).to(tl.int32), 0) > 0:
         b_forward = tl.where(m_idle[None, :], 0.0, b_inverse)
-        b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
+        b_unit = tl.where(rows.o_r[:, None] == rows.o_r[None, :], 1.0, 0.0)
         b_forward = tl.where(m_idle[:, None], b_unit - product(b_below, b_forward, INVERT), b_forward)
-        p_tile = p.inverse + p_pair
-        store_tile(p_tile, in_order_of_operands(nearest(b_forward, SOLVE), C, C), m_pair, not CALL.listed)
+        store_tile(p.inverse + o_pair, in_order_of_operands(nearest(b_forward, SOLVE), C, C), m_pair, not CALL.listed)
     else:
-        store_tile(p.inverse + p_pair, in_order_of_operands(b_nearest, C, C), m_pair, not CALL.listed)
+        store_tile(p.inverse + o_pair, in_order_of_operands(b_nearest, C, C), m_pair, not CALL.listed)
     if CALL.keep:
-        p_tile = p.transposed + p_pair
-        store_tile(p_tile, in_order_of_operands(tl.trans(b_nearest), C, C), m_pair, not CALL.listed)
+        b_nearest = in_order_of_operands(tl.trans(b_nearest), C, C)
+        store_tile(p.transposed + o_pair, b_nearest, m_pair, not CALL.listed)
     return b_inverse
 
 
 @triton.jit
-def store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL: tl.constexpr):
+def store_reads(p, b_score, b_inverse, rows, CALL: tl.constexpr):
     """Stores what the inverse makes of the scores of queries with keys up to them, decayed."""
     # here and not in the walk: what cancels, as it does where keys coincide, does so before anything is rounded
-    C: tl.constexpr = CALL.chunk
     INVERT: tl.constexpr = CALL.invert
     b_read = product(b_score, b_inverse, INVERT)
-    p_pair = p.reads + rows_kept(chunk, i_chunk, i_h, p, C, CALL) + o_r[:, None] * C + o_r[None, :]
-    m_pair = (chunk.i_row + o_r < chunk.n_end)[:, None]
-    store_tile(p_pair, b_read.to(p.reads.dtype.element_ty), m_pair, not CALL.listed)
+    p_tile = pairs_at(p.reads, rows, p, CALL)
+    store_tile(p_tile, b_read.to(p.reads.dtype.element_ty), writable(rows)[:, None], not CALL.listed)
 
 
 @triton.jit
 def solve_heads(p, chunk, block, i_first_head, WHOLE: tl.constexpr, CALL: tl.constexpr):
     """What `solve` gives, of one chunk, which may be known to have all rows."""
-    BK: tl.constexpr = CALL.key_block
-    H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
     K: tl.constexpr = CALL.key_dim
-    C: tl.constexpr = CALL.chunk
     DECAY: tl.constexpr = CALL.decay
     PRECISION: tl.constexpr = CALL.precision
-    i_row = chunk.i_row
-    i_token = token_of(block.i_first, block.n_rows, i_row, CALL.flip)
-    o_r = tl.arange(0, C)
+    i_token = token_of(block.i_first, block.n_rows, chunk.i_row, CALL.flip)
+    o_r = tl.arange(0, CALL.chunk)
     o_t = token_offsets(o_r, CALL.flip)
-    o_k = tl.arange(0, BK)
-    m_read = i_row + o_r < chunk.n_read
+    o_k = tl.arange(0, CALL.key_block)
+    m_read = chunk.i_row + o_r < chunk.n_read
     for i_each in range(0, CALL.each):
         i_h = i_first_head + i_each
-        i_chunk = block.i_block.to(tl.int64) * H + i_h
-        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, BK != K, False, WHOLE)
-        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, BK != K, False, WHOLE)
+        rows = Rows(chunk, i_h, block.i_block.to(tl.int64) * CALL.heads + i_h, i_token, o_r, o_t, m_read)
+        b_k = load_head(p.key, rows, o_k, CALL.key_heads, K, CALL, WHOLE)
+        b_q = load_head(p.query, rows, o_k, CALL.query_heads, K, CALL, WHOLE)
         if DECAY == "head":
-            p_row = weights_of(p.known, chunk, i_chunk, i_h, p, CALL) + o_r
-            b_beta = load_weight(p_row, o_r, chunk, CALL)
+            p_row = weights_of(p.known, rows, p, CALL) + o_r
+            b_beta = load_weight(p_row, BETA, rows, p, CALL)
         else:
-            p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL) + o_r
-            b_beta = tl.load(p.beta + (i_token + o_t) * H + i_h, mask=m_read, other=0.0).to(tl.float32)
-            b_beta = marked(b_beta)
+            p_row = weights_of(p.weights, rows, p, CALL) + o_r
+            b_beta = marked(load_beta(p, rows, CALL))
         b_below = scores(b_k, b_k, o_r[:, None] > o_r[None, :], PRECISION)
         if DECAY == "head":
-            b_whole = load_weight(weight(p_row, 3, p, CALL), o_r, chunk, CALL)
-            b_pair = pair_decays(b_whole, load_weight(weight(p_row, 4, p, CALL), o_r, chunk, CALL))
+            b_pair = load_pair_decays(p_row, rows, p, CALL)
             b_below = b_below * b_pair
         b_below = b_below * b_beta[:, None]
         if CALL.keys_may_coincide and DECAY != "head":
-            store_squares(b_below, chunk, i_chunk, i_h, o_r, p, CALL)
-        b_inverse = solve_system(p, b_below, b_beta, m_read, chunk, i_chunk, i_h, o_r, CALL)
+            store_squares(b_below, rows, p, CALL)
+        b_inverse = solve_system(p, b_below, b_beta, rows, CALL)
         if DECAY != "head":
             # only now that it has come for sure
-            store_tile(p_row, b_beta, i_row + o_r < chunk.n_end, not CALL.listed)
+            store_tile(p_row, b_beta, writable(rows), not CALL.listed)
         b_score = scores(b_q, b_k, o_r[:, None] >= o_r[None, :], PRECISION)
         if DECAY == "head":
             b_score = b_score * b_pair
-        store_reads(p, b_score, b_inverse, chunk, i_chunk, i_h, o_r, CALL)
+        store_reads(p, b_score, b_inverse, rows, CALL)
 
 
 @triton.jit

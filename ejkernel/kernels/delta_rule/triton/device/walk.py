@@ -3,6 +3,8 @@
 The state is kept as [value dims, key dims], the left operand of every large dot.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,10 +18,8 @@ from ejkernel.kernels.chunks.triton.device.places import (
     listed_from,
     load_columns,
     load_flag,
-    load_rows,
     locate_segment,
     next_entries,
-    store_tile,
     token_of,
     token_offsets,
     visit,
@@ -28,16 +28,35 @@ from ejkernel.kernels.chunks.triton.device.rounding import nearest
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import (
     any_coincide,
     any_weak,
-    load_pairs,
     load_rest,
     mark_sequences,
     measure,
     rest_of,
     store_rests,
 )
-from ejkernel.kernels.delta_rule.triton.device.decays import IDLE, load_through, load_weight, weight, weights_of
+from ejkernel.kernels.delta_rule.triton.device.decays import (
+    BETA,
+    IDLE,
+    SINCE,
+    UNTIL,
+    load_through,
+    load_weight,
+    weights_of,
+)
 from ejkernel.kernels.delta_rule.triton.device.inverse import in_order_of_operands
 from ejkernel.kernels.delta_rule.triton.device.kinds import MILD
+from ejkernel.kernels.delta_rule.triton.device.rows import Rows, load_head, load_pairs, store_head, writable
+
+
+class Step(NamedTuple):
+    """One chunk of a walk."""
+
+    rows: Any
+    p_factor: Any  # what is left of states, by key dims
+    is_strong: Any  # its key gates are too strong for one reference in the middle
+    is_real: Any  # it is no padding
+    takes: Any  # the state comes from the chunk that was walked over before
+    is_mine: Any  # its results are stored
 
 
 @triton.jit
@@ -55,13 +74,90 @@ def short_of(b_v, b_met, b_unit, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def load_factor(p_fade, NUMBER: tl.constexpr, is_there, o_k, CALL: tl.constexpr):
+def load_factor(p_factor, NUMBER: tl.constexpr, is_there, o_k, CALL: tl.constexpr):
     """A state's decays, one of three in a chunk, that a listed one may not have."""
     K: tl.constexpr = CALL.key_dim
     if CALL.listed:
-        return tl.load(p_fade + tl.where(is_there, NUMBER * K, 3 * K), mask=o_k < K, other=0.0)
+        return tl.load(p_factor + tl.where(is_there, NUMBER * K, 3 * K), mask=o_k < K, other=0.0)
     else:
-        return tl.load(p_fade + NUMBER * K, mask=o_k < K, other=0.0)
+        return tl.load(p_factor + NUMBER * K, mask=o_k < K, other=0.0)
+
+
+@triton.jit
+def load_start(p_start, i_n, i_block, i_h, o_state, o_v, o_k, m_start, CALL: tl.constexpr):
+    """The state, or cotangent, that a walk starts from: its time segment's or its sequence's."""
+    K: tl.constexpr = CALL.key_dim
+    V: tl.constexpr = CALL.value_dim
+    p_tile = p_start + (i_n.to(tl.int64) * CALL.heads + i_h) * (K * V) + o_state
+    if CALL.time == "segments":
+        p_tile = p_start + (i_block.to(tl.int64) * CALL.heads + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
+    return tl.load(p_tile, mask=m_start, other=0.0)
+
+
+@triton.jit
+def enter_chunk(
+    p, b_state, p_factor, p_mine, chunk, i_first, n_rows, i_chunk0, i_h, o_r, o_t, o_k,
+    BACK: tl.constexpr, CALL: tl.constexpr,
+):  # fmt: skip
+    """A walk's next chunk, and the state there: zeros where a sequence begins, decayed to a listed chunk's middle."""
+    i_token = token_of(i_first, n_rows, chunk.i_row, CALL.flip)
+    i_chunk = (i_chunk0 + chunk.i_c) * CALL.heads + i_h
+    is_strong = False
+    if CALL.middle:
+        is_strong = load_flag(p.kinds, chunk, i_chunk, i_h, p, CALL) != MILD
+    rows = Rows(chunk, i_h, i_chunk, i_token, o_r, o_t, chunk.i_row + o_r < chunk.n_read)
+    is_real = True
+    takes = True
+    is_mine = True
+    if CALL.listed:
+        is_real = (chunk.entry & REAL) != 0
+        # nothing comes from what is walked over before this chunk
+        is_cut = ((chunk.next_entry if BACK else chunk.entry) & CUT) != 0
+        if is_cut:
+            keep_branch(p, chunk.i_n)
+            b_state = tl.zeros(b_state.shape, tl.float32)
+        takes = is_real & (is_cut == 0)
+        if CALL.keys_coincide:
+            is_mine = tl.load(p_mine + chunk.i_row) != 0
+        if CALL.decay == "key":
+            p_factor = p.factors + i_chunk * (4 * CALL.key_dim) + o_k
+        if CALL.middle:
+            b_state = b_state * load_factor(p_factor, 2 if BACK else 0, takes, o_k, CALL)[None, :]
+    return Step(rows, p_factor, is_strong, is_real, takes, is_mine), b_state
+
+
+@triton.jit
+def load_keys(p, rows, o_k, CALL: tl.constexpr):
+    """A chunk's keys, as the state is read with them and as it is written to."""
+    HEADS: tl.constexpr = CALL.heads if CALL.decay == "key" else CALL.key_heads
+    b_k = load_head(p.key, rows, o_k, HEADS, CALL.key_dim, CALL, CALL.whole)
+    b_write = b_k
+    if CALL.decay == "key":
+        b_write = load_head(p.write, rows, o_k, HEADS, CALL.key_dim, CALL, CALL.whole)
+    return b_k, b_write
+
+
+@triton.jit
+def load_queries(p, rows, o_k, CALL: tl.constexpr):
+    HEADS: tl.constexpr = CALL.heads if CALL.decay == "key" else CALL.query_heads
+    return load_head(p.query, rows, o_k, HEADS, CALL.key_dim, CALL, CALL.whole)
+
+
+@triton.jit
+def load_row(p_row, NUMBER: tl.constexpr, rows, p, CALL: tl.constexpr):
+    """One of `WEIGHTS`, `[1, rows]`."""
+    return load_weight(p_row, NUMBER, rows, p, CALL, rows.o_r)[None, :]
+
+
+@triton.jit
+def fade_through(b_state, step, o_k, CALL: tl.constexpr):
+    """Decays a state, met where gates of key dims have their reference, to where it is written to."""
+    if CALL.middle:
+        if step.is_strong:
+            b_state = b_state * load_factor(step.p_factor, 1, step.takes, o_k, CALL)[None, :]
+    elif CALL.decay == "key":
+        b_state = b_state * load_factor(step.p_factor, 1, step.takes, o_k, CALL)[None, :]
+    return b_state
 
 
 @triton.jit
@@ -75,15 +171,13 @@ def forward(p, CALL: tl.constexpr):
     "segments" that start from states of their own, [value dims, key dims]. For those an "effects" walk finds what a
     segment makes of nothing, as `p.final`, and of each key dim, as `p.states`.
     A second launch does so once more, with more digits, where some chunk's keys coincide, in the memory of the first
-    one's results, and stores what rounding takes off the systems' solutions, and KEEP off `u`.
+    one's results, and stores what rounding step.takes off the systems' solutions, and KEEP off `u`.
     Where rows hold several sequences a program walks over all of a row's, and starts anew where nothing passes.
     """
     BK: tl.constexpr = CALL.key_block
     BV: tl.constexpr = CALL.value_block
     COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
-    HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
     HV: tl.constexpr = CALL.value_heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
@@ -95,7 +189,6 @@ def forward(p, CALL: tl.constexpr):
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
-    PAD_K: tl.constexpr = BK != K
     EFFECTS: tl.constexpr = CALL.time == "effects"
     PARTS: tl.constexpr = NV + (K + BV - 1) // BV if EFFECTS else NV
     PAD_V: tl.constexpr = NV * BV != V or EFFECTS
@@ -124,6 +217,7 @@ def forward(p, CALL: tl.constexpr):
     if CALL.listed:
         i_from, n_steps = listed_from(i_n, i_from, n_steps, p, CALL)
         entry, next_entry = first_entries(i_from, n_steps, i_n, p, False)
+    p_mine = None
     if COINCIDE:
         if DECAY == "head":
             measure(p, i_n, i_first, n_rows, n_read, i_from, n_steps, i_chunk0, i_h, CALL)
@@ -135,23 +229,21 @@ def forward(p, CALL: tl.constexpr):
             return
         for i_c in range(i_from, i_from + n_steps):
             chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
-            i_token = token_of(i_first, n_rows, chunk.i_row, FLIP)
+            i_token = token_of(i_first, n_rows, chunk.i_row, CALL.flip)
             m_read = chunk.i_row + o_r < chunk.n_read
             i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
-            store_rests(p, chunk, i_token, i_h, i_chunk, o_t, m_read, CALL)
+            store_rests(p, Rows(chunk, i_h, i_chunk, i_token, o_r, o_t, m_read), CALL)
         # what other threads have written
         tl.debug_barrier()
     if EFFECTS:
         b_state = tl.where((o_v - NV * BV)[:, None] == o_k[None, :], 1.0, 0.0)
     if CALL.start:
-        p_tile = p.start + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if CALL.time == "segments":
-            p_tile = p.start + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
-        b_state += tl.load(p_tile, mask=m_start, other=0.0)
+        b_state += load_start(p.start, i_n, i_block, i_h, o_state, o_v, o_k, m_start, CALL)
+    p_factor = 0
     if DECAY == "key":
-        p_fade = p.factors + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
+        p_factor = p.factors + ((i_chunk0 + i_from) * H + i_h) * (3 * K) + o_k
     if MIDDLE and not CALL.listed:
-        b_state = b_state * tl.load(p_fade, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
+        b_state = b_state * tl.load(p_factor, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     passes = i_n >= 0
     b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p.value.dtype.element_ty)
     for i_step in range(0, n_steps):
@@ -161,50 +253,30 @@ def forward(p, CALL: tl.constexpr):
             entry, next_entry = next_entries(i_c, i_n, p, False)
         else:
             chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
-        i_row = chunk.i_row
-        i_token = token_of(i_first, n_rows, i_row, FLIP)
-        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
-        if MIDDLE:
-            is_strong = load_flag(p.kinds, chunk, i_chunk, i_h, p, CALL) != MILD
-        m_read = i_row + o_r < chunk.n_read
-        takes = True
-        if CALL.listed:
-            is_real = (chunk.entry & REAL) != 0
-            # nothing comes from what is walked over before this chunk
-            is_cut = (chunk.entry & CUT) != 0
-            if is_cut:
-                keep_branch(p, i_n)
-                b_state = tl.zeros([BV, BK], tl.float32)
-            takes = is_real & (is_cut == 0)
-            if COINCIDE:
-                is_here = tl.load(p_mine + i_row) != 0
-            if DECAY == "key":
-                p_fade = p.factors + i_chunk * (4 * K) + o_k
-            if MIDDLE:
-                b_state = b_state * load_factor(p_fade, 0, takes, o_k, CALL)[None, :]
-            if EFFECTS:
-                passes = passes & (((chunk.entry | chunk.next_entry) & CUT) == 0)
-        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
-        b_write = b_k
-        if DECAY == "key":
-            b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_v = load_columns(p.value, i_token, i_h // (H // HV), o_t, m_read, o_v, HV, V, PAD_V, False, WHOLE)
-        b_inverse = load_pairs(p.inverse, chunk, i_chunk, i_h, o_r, p, CALL)
+        step, b_state = enter_chunk(
+            p, b_state, p_factor, p_mine, chunk, i_first, n_rows, i_chunk0, i_h, o_r, o_t, o_k, False, CALL
+        )
+        rows = step.rows
+        if CALL.listed and EFFECTS:
+            passes = passes & (((chunk.entry | chunk.next_entry) & CUT) == 0)
+        b_k, b_write = load_keys(p, rows, o_k, CALL)
+        b_v = load_columns(p.value, rows.i_token, i_h // (H // HV), o_t, rows.m_read, o_v, HV, V, PAD_V, False, WHOLE)
+        b_inverse = load_pairs(p.inverse, rows, p, CALL)
         if not EFFECTS:
-            b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-            b_read = load_pairs(p.reads, chunk, i_chunk, i_h, o_r, p, CALL)
-        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL)
+            b_q = load_queries(p, rows, o_k, CALL)
+            b_read = load_pairs(p.reads, rows, p, CALL)
+        p_row = weights_of(p.weights, rows, p, CALL)
         b_seen = b_state.to(b_k.dtype)
         b_met = tl.dot(b_seen, tl.trans(b_k), input_precision=PRECISION)
         if not EFFECTS:
             b_out = tl.dot(b_seen, tl.trans(b_q), input_precision=PRECISION)
         if DECAY == "head":
-            b_since = load_weight(weight(p_row, 1, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
+            b_since = load_row(p_row, SINCE, rows, p, CALL)
             b_met = b_met * b_since
             if not EFFECTS:
                 b_out = b_out * b_since
             b_state = b_state * load_through(p_row, chunk, p, CALL)
-        b_beta = load_weight(p_row + o_r, o_r, chunk, CALL)[None, :]
+        b_beta = load_row(p_row, BETA, rows, p, CALL)
         b_error = short_of(b_v, b_met, b_unit, EFFECTS) * b_beta
         m_idle = b_beta == IDLE
         if DECAY == "head":
@@ -215,7 +287,7 @@ def forward(p, CALL: tl.constexpr):
             b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_read), acc=b_out, input_precision=PRECISION)
             if COINCIDE:
                 b_out = tl.dot(rest_of(b_asked), tl.trans(b_read), acc=b_out)
-                b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, False, CALL)
+                b_rest = load_rest(p, rows, False, CALL)
                 b_out = tl.dot(b_asked.to(b_k.dtype), tl.trans(b_rest), acc=b_out)
             b_out = b_out * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_error, SOLVE), BV, C)
@@ -223,54 +295,49 @@ def forward(p, CALL: tl.constexpr):
         if COINCIDE:
             b_ordered = in_order_of_operands(b_error - nearest(b_error, SOLVE), BV, C)
             b_u = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_u, input_precision=SOLVE)
-            b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, True, CALL)
+            b_rest = load_rest(p, rows, True, CALL)
             b_u = tl.dot(b_asked.to(b_k.dtype), b_rest, acc=b_u)
         b_weight = tl.where(b_beta == IDLE, 0.0, 1.0)
         if DECAY == "head":
-            b_weight = b_weight * load_weight(weight(p_row, 2, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
+            b_weight = b_weight * load_row(p_row, UNTIL, rows, p, CALL)
         b_put = b_u * b_weight
         if CALL.listed:
-            b_put = tl.where(is_real, b_put, 0.0)
-        if MIDDLE:
-            if is_strong:
-                b_state = b_state * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
-        elif DECAY == "key":
-            b_state = b_state * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
+            b_put = tl.where(step.is_real, b_put, 0.0)
+        b_state = fade_through(b_state, step, o_k, CALL)
         b_state = tl.dot(b_put.to(b_k.dtype), b_write, acc=b_state, input_precision=PRECISION)
         if COINCIDE:
             b_state = tl.dot(rest_of(b_put), b_write, acc=b_state)
         if MIDDLE and not CALL.listed:
-            b_fade = tl.load(p_fade + 2 * K, mask=o_k < K, other=0.0)
-            b_fade = b_fade * tl.load(p_fade + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
+            b_fade = tl.load(p_factor + 2 * K, mask=o_k < K, other=0.0)
+            b_fade = b_fade * tl.load(p_factor + 3 * H * K, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_state = b_state * b_fade[None, :]
         if DECAY == "key" and not CALL.listed:
-            p_fade += 3 * H * K
+            p_factor += 3 * H * K
         if CALL.listed:
             if MIDDLE:
-                b_state = b_state * load_factor(p_fade, 2, is_real, o_k, CALL)[None, :]
+                b_state = b_state * load_factor(step.p_factor, 2, step.is_real, o_k, CALL)[None, :]
         # always so; the compiler asks for the next chunk's rows before it comes to what is conditional
         if not EFFECTS:
             if chunk.i_c < n_chunks:
-                i_rows = (i_token * H + i_h) * V
-                o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-                m_rows = (i_row + o_r < chunk.n_end)[:, None] & (o_v[None, :] < V)
+                m_rows = writable(rows)[:, None] & (o_v[None, :] < V)
                 m_seen = m_state
                 if CALL.listed:
-                    if is_real == 0:
-                        tl.store(p.output + i_rows + o_rows, tl.zeros([C, BV], p.output.dtype.element_ty), mask=m_rows)
+                    if step.is_real == 0:
+                        store_head(p.output, tl.zeros([C, BV], tl.float32), rows, o_v, m_rows, V, CALL)
                     # padding's rows are written, and nobody asks what tokens add there
-                    m_rows = m_rows & is_real
-                    m_seen = m_seen & takes
+                    m_rows = m_rows & step.is_real
+                    m_seen = m_seen & step.takes
                     if COINCIDE:
-                        m_rows = m_rows & is_here
-                        m_seen = m_seen & is_here
+                        m_rows = m_rows & step.is_mine
+                        m_seen = m_seen & step.is_mine
                 b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
-                store_tile(p.output + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
+                store_head(p.output, b_rows, rows, o_v, m_rows, V, CALL, WHOLE and not PAD_V)
                 if CALL.keep:
-                    store_tile(p.added + i_rows + o_rows, tl.trans(b_u.to(b_k.dtype)), m_rows, WHOLE and not PAD_V)
+                    store_head(p.added, tl.trans(b_u.to(b_k.dtype)), rows, o_v, m_rows, V, CALL, WHOLE and not PAD_V)
                     if COINCIDE:
-                        tl.store(p.added_rest + i_rows + o_rows, tl.trans(rest_of(b_u)), mask=m_rows)
-                    tl.store(p.states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_seen)
+                        store_head(p.added_rest, tl.trans(rest_of(b_u)), rows, o_v, m_rows, V, CALL)
+                    p_tile = p.states + rows.i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :])
+                    tl.store(p_tile, b_seen, mask=m_seen)
     if CALL.listed and COINCIDE:
         # of the sequence that was walked over last
         if tl.load(p_mine + visit(i_from + n_steps - 1, i_n, n_rows, n_read, p, CALL).i_row) == 0:
@@ -304,8 +371,6 @@ def backward(p, CALL: tl.constexpr):
     BV: tl.constexpr = CALL.value_block
     COINCIDE: tl.constexpr = CALL.keys_coincide
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = H if CALL.decay == "key" else CALL.query_heads
-    HK: tl.constexpr = H if CALL.decay == "key" else CALL.key_heads
     K: tl.constexpr = CALL.key_dim
     V: tl.constexpr = CALL.value_dim
     C: tl.constexpr = CALL.chunk
@@ -315,7 +380,6 @@ def backward(p, CALL: tl.constexpr):
     PRECISION: tl.constexpr = CALL.precision
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
-    PAD_K: tl.constexpr = BK != K
     PAD_V: tl.constexpr = NV * BV != V
     EFFECTS: tl.constexpr = CALL.time == "effects"
     i_program = tl.program_id(0)
@@ -340,6 +404,7 @@ def backward(p, CALL: tl.constexpr):
     if CALL.listed:
         i_from, n_steps = listed_from(i_n, i_from, n_steps, p, CALL)
         entry, next_entry = first_entries(i_from, n_steps, i_n, p, True)
+    p_mine = None
     if COINCIDE:
         if CALL.listed:
             p_mine = p.mine + ((i_n.to(tl.int64) * H + i_h) * NV + i_program % NV) * p.T
@@ -348,14 +413,12 @@ def backward(p, CALL: tl.constexpr):
         elif any_coincide(p, (i_chunk0 + i_from) * H + i_h, n_steps, CALL) == 0:
             return
     if CALL.start:
-        p_tile = p.d_final + (i_n.to(tl.int64) * H + i_h) * (K * V) + o_state
-        if CALL.time == "segments":
-            p_tile = p.d_final + (i_block.to(tl.int64) * H + i_h) * (K * V) + (o_v[:, None] * K + o_k[None, :])
-        b_dstate = tl.load(p_tile, mask=m_start, other=0.0)
+        b_dstate = load_start(p.d_final, i_n, i_block, i_h, o_state, o_v, o_k, m_start, CALL)
+    p_factor = 0
     if DECAY == "key":
-        p_fade = p.factors + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
+        p_factor = p.factors + ((i_chunk0 + i_from + n_steps - 1) * H + i_h) * (3 * K) + o_k
     if MIDDLE and not CALL.listed:
-        b_dstate = b_dstate * tl.load(p_fade + 2 * K, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
+        b_dstate = b_dstate * tl.load(p_factor + 2 * K, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     for i_step in range(0, n_steps):
         i_c = i_from + n_steps - 1 - i_step
         if CALL.listed:
@@ -363,97 +426,73 @@ def backward(p, CALL: tl.constexpr):
             entry, next_entry = next_entries(i_c, i_n, p, True)
         else:
             chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
-        i_row = chunk.i_row
-        i_token = token_of(i_first, n_rows, i_row, CALL.flip)
-        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
-        if MIDDLE:
-            is_strong = load_flag(p.kinds, chunk, i_chunk, i_h, p, CALL) != MILD
-        m_read = i_row + o_r < chunk.n_read
-        takes = True
-        if CALL.listed:
-            is_real = (chunk.entry & REAL) != 0
-            is_cut = (chunk.next_entry & CUT) != 0
-            if is_cut:
-                keep_branch(p, i_n)
-                b_dstate = tl.zeros([BV, BK], tl.float32)
-            takes = is_real & (is_cut == 0)
-            if COINCIDE:
-                is_here = tl.load(p_mine + i_row) != 0
-            if DECAY == "key":
-                p_fade = p.factors + i_chunk * (4 * K) + o_k
-            if MIDDLE:
-                b_dstate = b_dstate * load_factor(p_fade, 2, takes, o_k, CALL)[None, :]
-        b_k = load_rows(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD_K, False, WHOLE)
-        b_write = b_k
-        if DECAY == "key":
-            b_write = load_rows(p.write, i_token, i_h, o_t, m_read, o_k, H, K, PAD_K, False, WHOLE)
-        b_do = load_columns(p.d_output, i_token, i_h, o_t, m_read, o_v, H, V, PAD_V, False, WHOLE)
-        b_read = load_pairs(p.reads, chunk, i_chunk, i_h, o_r, p, CALL)
-        b_inverse = load_pairs(p.transposed, chunk, i_chunk, i_h, o_r, p, CALL)
-        b_q = load_rows(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD_K, False, WHOLE)
-        p_row = weights_of(p.weights, chunk, i_chunk, i_h, p, CALL)
+        step, b_dstate = enter_chunk(
+            p, b_dstate, p_factor, p_mine, chunk, i_first, n_rows, i_chunk0, i_h, o_r, o_t, o_k, True, CALL
+        )
+        rows = step.rows
+        b_k, b_write = load_keys(p, rows, o_k, CALL)
+        b_do = load_columns(p.d_output, rows.i_token, i_h, o_t, rows.m_read, o_v, H, V, PAD_V, False, WHOLE)
+        b_read = load_pairs(p.reads, rows, p, CALL)
+        b_inverse = load_pairs(p.transposed, rows, p, CALL)
+        b_q = load_queries(p, rows, o_k, CALL)
+        p_row = weights_of(p.weights, rows, p, CALL)
         b_seen = b_dstate.to(b_k.dtype)
         b_du = tl.dot(b_seen, tl.trans(b_write), input_precision=PRECISION)
         if COINCIDE:
             # what keys that coincide have in common is small beside the rest of what adds up over many tokens
             b_du = tl.dot(rest_of(b_dstate), tl.trans(b_write), acc=b_du)
         b_query = b_do.to(tl.float32) * CALL.scale
-        b_beta = load_weight(p_row + o_r, o_r, chunk, CALL)[None, :]
+        b_beta = load_row(p_row, BETA, rows, p, CALL)
         b_beta = tl.where(b_beta == IDLE, 0.0, b_beta)
         if DECAY == "head":
-            b_since = load_weight(weight(p_row, 1, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
-            b_du = b_du * load_weight(weight(p_row, 2, p, CALL) + o_r, o_r, chunk, CALL)[None, :]
+            b_since = load_row(p_row, SINCE, rows, p, CALL)
+            b_du = b_du * load_row(p_row, UNTIL, rows, p, CALL)
             b_query = b_query * b_since
             b_beta = b_beta * b_since
             b_dstate = b_dstate * load_through(p_row, chunk, p, CALL)
-        if MIDDLE:
-            if is_strong:
-                b_dstate = b_dstate * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
-        elif DECAY == "key":
-            b_dstate = b_dstate * load_factor(p_fade, 1, takes, o_k, CALL)[None, :]
+        b_dstate = fade_through(b_dstate, step, o_k, CALL)
         b_dstate = tl.dot(b_query.to(b_k.dtype), b_q, acc=b_dstate, input_precision=PRECISION)
         b_dr = tl.dot(b_do, b_read, input_precision=PRECISION)
         if COINCIDE:
-            b_dr = tl.dot(b_do, load_rest(p, chunk, i_chunk, i_h, o_r, False, CALL), acc=b_dr)
+            b_dr = tl.dot(b_do, load_rest(p, rows, False, CALL), acc=b_dr)
         b_dr = b_dr * CALL.scale
         b_ordered = in_order_of_operands(nearest(b_du, SOLVE), BV, C)
         b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
         if COINCIDE:
             b_ordered = in_order_of_operands(b_du - nearest(b_du, SOLVE), BV, C)
             b_dr = tl.dot(b_ordered, tl.trans(b_inverse), acc=b_dr, input_precision=SOLVE)
-            b_rest = load_rest(p, chunk, i_chunk, i_h, o_r, True, CALL)
+            b_rest = load_rest(p, rows, True, CALL)
             b_dr = tl.dot(b_du.to(b_k.dtype), tl.trans(b_rest), acc=b_dr)
         b_taken = b_dr * -b_beta
         if CALL.listed:
-            b_taken = tl.where(is_real, b_taken, 0.0)
+            b_taken = tl.where(step.is_real, b_taken, 0.0)
         b_dstate = tl.dot(b_taken.to(b_k.dtype), b_k, acc=b_dstate, input_precision=PRECISION)
         if COINCIDE:
             b_dstate = tl.dot(rest_of(b_taken), b_k, acc=b_dstate)
         if MIDDLE and not CALL.listed:
-            b_fade = tl.load(p_fade, mask=o_k < K, other=0.0)
-            p_before = p_fade - 3 * H * K + 2 * K
+            b_fade = tl.load(p_factor, mask=o_k < K, other=0.0)
+            p_before = p_factor - 3 * H * K + 2 * K
             b_fade = b_fade * tl.load(p_before, mask=(o_k < K) & (i_step + 1 < n_steps), other=1.0)
             b_dstate = b_dstate * b_fade[None, :]
         if DECAY == "key" and not CALL.listed:
-            p_fade -= 3 * H * K
+            p_factor -= 3 * H * K
         if CALL.listed:
             if MIDDLE:
-                b_dstate = b_dstate * load_factor(p_fade, 0, is_real, o_k, CALL)[None, :]
+                b_dstate = b_dstate * load_factor(step.p_factor, 0, step.is_real, o_k, CALL)[None, :]
         if not EFFECTS:
             # always so, as in `forward`
             if chunk.i_c < n_chunks:
                 b_rows = tl.trans(b_dr.to(b_k.dtype))
-                i_rows = (i_token * H + i_h) * V
-                o_rows = o_t[:, None] * (H * V) + o_v[None, :]
-                m_rows = (i_row + o_r < chunk.n_end)[:, None] & (o_v[None, :] < V)
+                m_rows = writable(rows)[:, None] & (o_v[None, :] < V)
                 m_seen = m_state
                 if CALL.listed:
-                    m_seen = m_seen & takes
+                    m_seen = m_seen & step.takes
                     if COINCIDE:
-                        m_rows = m_rows & is_here
-                        m_seen = m_seen & is_here
-                store_tile(p.d_r + i_rows + o_rows, b_rows, m_rows, WHOLE and not PAD_V)
-                tl.store(p.d_states + i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :]), b_seen, mask=m_seen)
+                        m_rows = m_rows & step.is_mine
+                        m_seen = m_seen & step.is_mine
+                store_head(p.d_r, b_rows, rows, o_v, m_rows, V, CALL, WHOLE and not PAD_V)
+                p_tile = p.d_states + rows.i_chunk * (K * V) + (o_v[:, None] * K + o_k[None, :])
+                tl.store(p_tile, b_seen, mask=m_seen)
     if CALL.listed and COINCIDE:
         # of the sequence that was walked over last
         if tl.load(p_mine + visit(i_from, i_n, n_rows, n_read, p, CALL).i_row) == 0:
