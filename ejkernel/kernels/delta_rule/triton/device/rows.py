@@ -32,26 +32,26 @@ class Rows(NamedTuple):
 
 @triton.jit
 def rows_of_block(block, i_c, i_h, p, CALL: tl.constexpr):
-    """The rows of the `i_c`-th chunk, of a block, and one head."""
+    """The rows of one chunk of a block, and one head."""
     chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
     return Rows(chunk, i_h, i_chunk, i_token, o_r, o_t, chunk.i_row + o_r < chunk.n_read)
 
 
 @triton.jit
 def writable(rows):
-    """Which rows have memory: those with tokens and padding's."""
+    """The rows that have memory: those with tokens, and padding."""
     return rows.chunk.i_row + rows.o_r < rows.chunk.n_end
 
 
 @triton.jit
 def gated(rows, CALL: tl.constexpr):
-    """Which rows have a gate; a sequence's first gate is in the state that the sequence begins with."""
+    """The rows that have a gate; a sequence's first gate is already in the state that the sequence starts from."""
     return rows.m_read & after_first_gate(rows.chunk, rows.chunk.i_row + rows.o_r, CALL)
 
 
 @triton.jit
 def load_head(p_x, rows, o_d, HEADS: tl.constexpr, D: tl.constexpr, CALL: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Rows of an array that has HEADS heads, which the call's heads share, `[rows, dims]`."""
+    """`[rows, dims]` of an array with HEADS heads, each of which several heads of the call may share."""
     i_head = rows.i_h // (CALL.heads // HEADS)
     PAD: tl.constexpr = D // o_d.shape[0] * o_d.shape[0] != D
     return load_rows(p_x, rows.i_token, i_head, rows.o_t, rows.m_read, o_d, HEADS, D, PAD, False, WHOLE)
@@ -59,7 +59,7 @@ def load_head(p_x, rows, o_d, HEADS: tl.constexpr, D: tl.constexpr, CALL: tl.con
 
 @triton.jit
 def store_head(p_x, b, rows, o_d, m_tile, D: tl.constexpr, CALL: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Stores rows of an array that has all heads, `[rows, dims]`."""
+    """Stores `[rows, dims]` in an array with as many heads as the call."""
     H: tl.constexpr = CALL.heads
     i_rows = (rows.i_token * H + rows.i_h) * D
     o_rows = rows.o_t[:, None] * (H * D) + o_d[None, :]
@@ -105,26 +105,26 @@ def load_pairs(p_pair, rows, p, CALL: tl.constexpr):
 
 
 @triton.jit
-def of_block(p, i_block, i_h, i_v, OF_CHUNK: tl.constexpr, CALL: tl.constexpr):
-    """Calls `OF_CHUNK` for the chunks of one block and head."""
+def for_chunks(p, i_block, i_h, i_v, DO_CHUNK: tl.constexpr, CALL: tl.constexpr):
+    """Calls `DO_CHUNK` for the chunks of one block and head."""
     block = locate_block(i_block, p, CALL)
     if CALL.listed:
-        # what is the same for all chunks would take registers, and the next one's rows shared memory
+        # hoisted code would take registers, and prefetched rows shared memory
         for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
-            OF_CHUNK(p, block, i_c, i_h, i_v, CALL)
+            DO_CHUNK(p, block, i_c, i_h, i_v, CALL)
     else:
-        OF_CHUNK(p, block, block.i_c, i_h, i_v, CALL)
+        DO_CHUNK(p, block, block.i_c, i_h, i_v, CALL)
 
 
 @triton.jit
-def of_flagged_heads(
-    p, i_block, i_v, FLAGS: tl.constexpr, EACH: tl.constexpr, OF_CHUNK: tl.constexpr, CALL: tl.constexpr
+def for_flagged_heads(
+    p, i_block, i_v, FLAGS: tl.constexpr, EACH: tl.constexpr, DO_CHUNK: tl.constexpr, CALL: tl.constexpr
 ):
-    """Calls `OF_CHUNK` for the chunks and heads of a block that FLAGS flags, by EACH flags a head.
+    """Calls `DO_CHUNK` for the chunks and heads of a block that the function FLAGS flags; a head has EACH flags.
 
-    Most often there are none, so a program looks at the flags of all heads, at most `CALL.look`, at once.
+    Most often there are none, so a program reads the flags of all heads at once.
     """
-    o_flag = tl.arange(0, CALL.look)
+    o_flag = tl.arange(0, CALL.flags)
     block = locate_block(i_block, p, CALL)
     if CALL.listed:
         for i_c in range(block.i_c, block.i_end):
@@ -133,11 +133,11 @@ def of_flagged_heads(
             if tl.sum(b_flag, 0) > 0:
                 for i_h in range(0, CALL.heads):
                     if tl.sum(tl.where(o_flag // EACH == i_h, b_flag, 0), 0) > 0:
-                        OF_CHUNK(p, block, i_c, i_h, i_v, CALL)
+                        DO_CHUNK(p, block, i_c, i_h, i_v, CALL)
     else:
         chunk = visit(block.i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
         b_flag = FLAGS(p, block, chunk, o_flag, CALL)
         if tl.sum(b_flag, 0) > 0:
             for i_h in range(0, CALL.heads):
                 if tl.sum(tl.where(o_flag // EACH == i_h, b_flag, 0), 0) > 0:
-                    of_block(p, i_block, i_h, i_v, OF_CHUNK, CALL)
+                    for_chunks(p, i_block, i_h, i_v, DO_CHUNK, CALL)
