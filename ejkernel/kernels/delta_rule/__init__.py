@@ -1,4 +1,4 @@
-"""The delta rule: the gated linear recurrence with values replaced by what they correct."""
+"""The delta rule: the gated linear recurrence, where a token writes the error of what its key recalls."""
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels.chunks import pools
@@ -21,5 +21,5 @@ IMPLEMENTATIONS = (
     Implementation("triton", ("cuda",), Later(_TRITON, "supports"), Later(_TRITON, "run")),
     Implementation("xla", None, xla.supports, xla.run, PHASES),
 )
-# Of calls that read and write slots of a pool of states.
+# The implementations of calls that read and write slots of a pool of states.
 POOLED = pools.implementations(RECURRENCE, _TRITON)

@@ -16,7 +16,7 @@ class Call(RecurrenceCall):
 
     decay: Decay
 
-    # 64 multiply more and, where tokens reflect (beta 2), are off by twice as much
+    # chunks of 64 take more products and, where tokens reflect (beta 2), have twice the error
     largest_chunk: ClassVar[int] = 32
 
     def dims(self) -> dict[str, str]:

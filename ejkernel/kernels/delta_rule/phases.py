@@ -12,9 +12,10 @@ from ejkernel.kernels.delta_rule.call import Call
 
 @cache
 def phases_from_wide_states(run: Run) -> Phases:
-    """The phases of `run`: from a unit matrix, with values of 0, it ends with the matrix that it multiplies states by.
+    """The phases of `run`, of which the first gives the matrix that tokens multiply states by, and the state they add.
 
-    So one run from states `[I, 0]` with values `[0, v]` ends with both this matrix and the state that is added.
+    From a unit matrix, with values of 0, `run` ends with the matrix; from a state of 0, with the added state. So one
+    run from states `[I, 0]` with values `[0, v]` ends with both, beside each other.
     """
 
     def begin(call: Call, inputs: Inputs, cu_seqlens: CuSeqlens) -> tuple[None, jax.Array]:

@@ -35,7 +35,7 @@ LINEAR = configs.Config(
     exact=replace(TILE, warps=1),
     step=TILE,
 )
-_TILES = ("system", "gated", "forward", "forward_only", "effects", "backward", "gradients", "step")
+_TILES = ("system", "gated", "forward", "forward_only", "local", "backward", "gradients", "step")
 DELTA = delta_rule_configs.Config(
     chunk=16, precision="ieee", invert="ieee", heads=2, key_block=16, fill=0, **dict.fromkeys(_TILES, TILE)
 )

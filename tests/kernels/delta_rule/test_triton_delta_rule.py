@@ -44,7 +44,7 @@ TOLERANCE = {
 
 def small(chunk=16, block=16, fill=0):
     """Small blocks: several chunks, and blocks of dims, in a few dozen tokens."""
-    names = ("system", "gated", "forward", "forward_only", "effects", "backward", "gradients", "step")
+    names = ("system", "gated", "forward", "forward_only", "local", "backward", "gradients", "step")
     tiles = dict.fromkeys(names, Tile(block))
     return Config(chunk=chunk, precision="ieee", invert="ieee", heads=2, key_block=block, fill=fill, **tiles)
 

@@ -1,4 +1,4 @@
-"""The triangular systems of a call's chunks: the launches that solve them, and queries and keys as states see them."""
+"""The triangular systems of a call's chunks: the launches that solve them, and decay queries and keys on the way."""
 
 from typing import Any, NamedTuple
 
@@ -8,138 +8,145 @@ from ejkernel.kernels._launch import Tile, padded
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, device
 from ejkernel.xla_utils.utils import cdiv
 
-# As many numbers are kept of every row of a chunk as `device.decays` says.
-WEIGHTS = 5
-# Key dims that chunks of bounded gates are taken by.
+# How many numbers each row of a chunk has, which the device code's `decays` lists.
+SCALARS = 5
+# Key dims that a program takes at once where gates are bounded.
 BOUNDED_DIMS = 128
 
 
 class Folded(NamedTuple):
-    """Queries and keys as states see them, decayed if every key dim has a gate."""
+    """Queries and keys as the walks read them.
 
-    query: jax.Array  # from where a chunk meets its state, which is its middle or its start [B, T, H, K]
-    key: jax.Array  # from there as well [B, T, H, K]
-    write: jax.Array | None = None  # keys up to there or to a chunk's end [B, T, H, K], or the same as keys
-    factors: jax.Array | None = None  # of states: until there, until they are written to, and then [chunks, H, 3, K]
-    kinds: jax.Array | None = None  # of chunks, by how strong gates are, as device code's `kinds` has them [chunks, H]
-    any_strong: jax.Array | None = None  # whether strong ones are among listed ones, by where these begin [chunks, H]
+    With one gate a key dim, decays are folded into them, relative to the chunk's middle or its ends. Otherwise they
+    are the call's own, and the walks apply the decays of the rows.
+    """
+
+    query_since: jax.Array  # decayed since the reference [B, T, H, K]
+    key_since: jax.Array  # decayed since the reference [B, T, H, K]
+    key_until: jax.Array | None = None  # decayed until the reference [B, T, H, K]
+    state_decays: jax.Array | None = None  # up to the reference, between references, after it [chunks, H, 3, K]
+    strength: jax.Array | None = None  # of a chunk's gates, as the device code's `gate_strength` has it [chunks, H]
+    any_strong: jax.Array | None = None  # of listed chunks: whether any that begins here has strong gates
 
 
 class Systems(NamedTuple):
-    """Solutions of the chunks' systems."""
+    """Solutions of the chunks' systems `I + M`."""
 
-    reads: jax.Array  # what queries read of what corrections are asked for [chunks, H, C, C]
-    inverse: jax.Array | None  # [chunks, H, C, C]
-    transposed: jax.Array  # inverses, for the way back [chunks, H, C, C]
-    squares: jax.Array | None = None  # of systems' rows, by which keys coincide [chunks, H, C]
-    weak: jax.Array | None = None  # with one gate a head, where that may be so, and where there are squares [chunks, H]
-    any_weak: jax.Array | None = None  # the same of listed chunks, by where they begin [chunks, H]
-    rests: jax.Array | None = None  # what rounding has taken off reads and inverses there [chunks, H, C, C]
+    solved_scores: jax.Array  # P (I + M)⁻¹ [chunks, H, C, C]
+    inverse: jax.Array | None  # (I + M)⁻¹ [chunks, H, C, C]
+    inverse_transposed: jax.Array  # for the backward [chunks, H, C, C]
+    row_scalars: jax.Array  # as the device code's `decays` lists them [chunks, H, 5, C]
+    row_squares: jax.Array | None = None  # sums of squares of M's rows, which tell where keys coincide [chunks, H, C]
+    weak: jax.Array | None = None  # with one gate a head: whether gates are so weak that keys may coincide [chunks, H]
+    any_weak: jax.Array | None = None  # of listed chunks: whether any that begins here has weak gates
+    system_roundoff: jax.Array | None = None  # what rounding took off the first two, as one matrix [chunks, H, C, C]
 
 
 def solve(
     launcher: Launcher, keep: bool, query: jax.Array, key: jax.Array, beta: jax.Array, log_decay: jax.Array | None
-) -> tuple[Systems, jax.Array, Folded]:
-    """The systems' solutions, the rows' weights, and queries and keys."""
-    given = {"query": query, "key": key, "beta": beta, "gate": log_decay}
+) -> tuple[Systems, Folded]:
+    """The systems' solutions, and queries and keys as the walks read them; `keep` stores what the backward needs."""
+    inputs = {"query": query, "key": key, "beta": beta, "gate": log_decay}
     if launcher.call.decay == "key":
-        return _solve_keyed(launcher, keep, given)
+        return _solve_keyed(launcher, keep, inputs)
     chunk, heads = launcher.config.chunk, launcher.call.heads
-    known = None if log_decay is None else _weigh(launcher, beta, log_decay)
-    # what is kept takes the registers, and so does where a listed chunk lies
-    each = 1 if keep or launcher.call.segmented else launcher.heads_a_program()
-    outputs = _systems(launcher, keep)
-    if known is not None:
-        outputs["squares"] = None
-    found = launcher.launch(
+    rows = None if log_decay is None else _prepare_rows(launcher, beta, log_decay)
+    # residuals take the registers that further heads would need, and so does the place of a listed chunk
+    each = 1 if keep or launcher.call.segmented else launcher.heads_per_program()
+    outputs = _outputs(launcher, keep)
+    if rows is not None:
+        outputs["row_squares"] = None
+    solved = launcher.launch(
         device("system").solve,
-        given | {"known": None if known is None else known.weights},
-        outputs | {"weights": launcher.weights(WEIGHTS) if known is None else None},
+        inputs | {"head_scalars": None if rows is None else rows.row_scalars},
+        outputs | {"row_scalars": launcher.row_scalars(SCALARS) if rows is None else None},
         programs=launcher.blocks(chunk) * heads // each,
         tile=launcher.config.system,
         length=chunk,
-        keep=keep,
+        residuals=keep,
         key_block=padded(launcher.call.key_dim),
-        each=each,
+        heads_per_program=each,
     )
-    weighed = known or found
-    weak = {} if known is None else {"weak": known.weak, "any_weak": known.any_weak}
-    systems = Systems(found.reads, found.inverse, found.transposed, weighed.squares, **weak)
-    return systems, weighed.weights, Folded(query, key)
+    if rows is None:
+        return _systems(solved, solved), Folded(query, key)
+    return _systems(solved, rows)._replace(weak=rows.weak, any_weak=rows.any_weak), Folded(query, key)
 
 
-def _systems(launcher: Launcher, keep: bool) -> dict[str, Any]:
-    """What queries read, the systems' inverses, if to be kept, these transposed, and squares of the systems' rows."""
+def _outputs(launcher: Launcher, keep: bool) -> dict[str, Any]:
+    """The outputs of all kernels that solve systems."""
     chunk = launcher.config.chunk
-    square = launcher.kept(chunk)
+    matrix = launcher.kept(chunk)
     return {
-        "reads": launcher.kept(chunk, dtype=launcher.call.dtype),
-        "inverse": square,
-        "transposed": square if keep else None,
-        "squares": launcher.kept() if launcher.constants.keys_may_coincide else None,
+        "solved_scores": launcher.kept(chunk, dtype=launcher.call.dtype),
+        "inverse": matrix,
+        "inverse_transposed": matrix if keep else None,
+        "row_squares": launcher.kept() if launcher.constants.keys_may_coincide else None,
     }
 
 
-def _solve_keyed(launcher: Launcher, keep: bool, given: dict[str, Any]) -> tuple[Systems, jax.Array, Folded]:
-    """`solve` where key dims have gates."""
+def _solve_keyed(launcher: Launcher, keep: bool, inputs: dict[str, Any]) -> tuple[Systems, Folded]:
+    """`solve` with one gate a key dim."""
     call, config = launcher.call, launcher.config
-    chunk, blocks = config.chunk, launcher.blocks(config.chunk)
-    hat, weights = launcher.rows(call.key_dim, call.dtype), launcher.weights(WEIGHTS)
-    systems = _systems(launcher, keep)
-    squares = {"squares": systems.pop("squares")}
-    # of listed chunks, also 1 for those that leave a state as it is
-    folds = {"folded_query": hat, "recall": hat, "write": hat}
-    folds["factors"] = launcher.chunked(3 + call.segmented, call.key_dim)
-    cut: dict[str, Any] = {"length": chunk, "keep": keep}
-    exact = cut | {"tile": config.gated, "key_block": min(config.gated.rows, padded(call.key_dim))}
+    blocks = launcher.blocks(config.chunk)
+    outputs = _outputs(launcher, keep)
+    row_squares, row_scalars = outputs.pop("row_squares"), launcher.row_scalars(SCALARS)
+    folded = dict.fromkeys(("query_since", "key_since", "key_until"), launcher.rows(call.key_dim, call.dtype))
+    # listed chunks also have a row of ones, for those that pass no state on
+    folded["state_decays"] = launcher.chunked(3 + call.segmented, call.key_dim)
+    options: dict[str, Any] = {"length": config.chunk, "residuals": keep}
+    exact = options | {"tile": config.gated, "key_block": min(config.gated.rows, padded(call.key_dim))}
     kernel = device("key_gates").solve_keyed
     if not launcher.constants.middle:
-        found = launcher.launch(
-            kernel, given, {**systems, **folds, "weights": weights}, programs=blocks * call.heads, **exact
-        )
-        solved = Systems(found.reads, found.inverse, found.transposed)
-        return solved, found.weights, Folded(found.folded_query, found.recall, found.write, found.factors)
-    folded = launcher.launch(
+        every = outputs | folded | {"row_scalars": row_scalars}
+        solved = launcher.launch(kernel, inputs, every, programs=blocks * call.heads, **exact)
+        return _systems(solved, solved), _folded(solved)
+    # mild and bounded gates first, then the chunks whose gates are too strong for that
+    every = outputs | {"row_squares": row_squares} | folded | {"row_scalars": row_scalars}
+    first = launcher.launch(
         device("folding").solve_folded,
-        given,
-        {
-            **{**systems, **squares, **folds, "weights": weights},
-            **{"kinds": launcher.flags(), "any_strong": launcher.any_flags()},
-        },
+        inputs,
+        every | {"strength": launcher.flags(), "any_strong": launcher.any_flags()},
         programs=blocks * call.heads,
         tile=Tile(padded(call.key_dim)),
         key_block=padded(call.key_dim),
         part_block=min(BOUNDED_DIMS, padded(call.key_dim)),
-        **cut,
+        **options,
     )
-    found = launcher.launch(
+    strength = {"strength": first.strength, "any_strong": first.any_strong}
+    solved = launcher.launch(
         kernel,
-        given | {"kinds": folded.kinds, "any_strong": folded.any_strong},
-        {**systems, **folds},
+        inputs | strength,
+        outputs | folded,
         programs=blocks,
-        in_place={name: each for name in (*systems, *folds) if (each := getattr(folded, name)) is not None},
-        look=padded(call.heads),
+        in_place={name: x for name in (*outputs, *folded) if (x := getattr(first, name)) is not None},
+        flags=padded(call.heads),
         strong=True,
         **exact,
     )
-    kinds = folded.kinds, folded.any_strong
-    hats = Folded(found.folded_query, found.recall, found.write, found.factors, *kinds)
-    solved = Systems(found.reads, found.inverse, found.transposed, folded.squares)
-    return solved, folded.weights, hats
+    return _systems(solved, first), _folded(solved)._replace(**strength)
 
 
-def _weigh(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> Any:
-    """`WEIGHTS` of chunks' rows, as device code lists them, where gates of heads are weak, and room for squares."""
+def _systems(solved: Any, rows: Any) -> Systems:
+    row_squares = getattr(rows, "row_squares", None)
+    return Systems(solved.solved_scores, solved.inverse, solved.inverse_transposed, rows.row_scalars, row_squares)
+
+
+def _folded(solved: Any) -> Folded:
+    return Folded(solved.query_since, solved.key_since, solved.key_until, solved.state_decays)
+
+
+def _prepare_rows(launcher: Launcher, beta: jax.Array, log_decay: jax.Array) -> Any:
+    """The rows' scalars with one gate a head, which chunks have weak gates, and memory for their `row_squares`."""
     heads, chunk, coincide = launcher.call.heads, launcher.config.chunk, launcher.constants.keys_may_coincide
     block = min(16, padded(heads))
     return launcher.launch(
-        device("decays").weigh,
+        device("decays").prepare_rows,
         {"beta": beta, "gate": log_decay},
         {
-            "weights": launcher.weights(WEIGHTS),
+            "row_scalars": launcher.row_scalars(SCALARS),
             "weak": launcher.flags() if coincide else None,
             "any_weak": launcher.any_flags() if coincide else None,
-            "squares": launcher.kept() if coincide else None,
+            "row_squares": launcher.kept() if coincide else None,
         },
         programs=launcher.blocks(chunk) * cdiv(heads, block),
         tile=Tile(block),

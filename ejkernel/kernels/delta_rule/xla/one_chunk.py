@@ -1,7 +1,7 @@
 """The delta rule inside one chunk of tokens, forward and backward; `docs/delta_rule.md` derives it.
 
-It is the gated linear recurrence with values replaced by what each token really adds, `u`, which solve a unit lower
-triangular system. Everything here is `[B, H, C, ·]` in the dtype of the states.
+It is the gated linear recurrence with values `U` in the place of `V`, which solve the unit lower triangular system
+`(I + M) U = beta (V - (K ⊙ since) S)`. All arrays are `[B, H, C, ·]`, in the dtype of the states.
 """
 
 from typing import NamedTuple
@@ -26,43 +26,43 @@ class Arrays(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """What takes a state `S` to the chunk's end: `decay S + writtenᵀ u`, where `u = solution (value - recalled S)`."""
+    """Takes the state `S` at a chunk's start to `decay S + writtenᵀ U`, with `U = solution (value - recalled S)`."""
 
     decay: jax.Array  # [B, H, 1 or K, 1]
     written: jax.Array  # keys, decayed to the chunk's end [B, H, C, K]
-    solution: jax.Array  # of the system, for right sides without beta [B, H, C, C]
+    solution: jax.Array  # (I + M)⁻¹ diag(beta) [B, H, C, C]
     value: jax.Array  # [B, H, C, V]
     recalled: jax.Array  # keys, decayed from the chunk's start [B, H, C, K]
 
 
 class Effect(NamedTuple):
-    """What a chunk makes of a state `S` at its start: its tokens read `query S + scores u`."""
+    """A chunk's transition, and what its tokens read: `query S + scores U`."""
 
     query: jax.Array  # decayed from the chunk's start [B, H, C, K]
-    scores: jax.Array  # [B, H, C, C]
+    scores: jax.Array  # P [B, H, C, C]
     transition: Transition
 
 
 class TransitionBack(NamedTuple):
-    """What takes the cotangent `dS` of the state at the chunk's end to that at its start.
+    """Takes the cotangent `dS` of the state at a chunk's end to that at its start, `decay dS + read - recalledᵀ dR`.
 
-    `decay dS + read - recalledᵀ dr`, where `dr = solutionᵀ (du + written dS)` is the right sides' cotangent.
+    `dR = solutionᵀ (dU + written dS)` is the cotangent of the system's right sides.
     """
 
     decay: jax.Array
     written: jax.Array
-    solution: jax.Array  # (I + beta overlaps)⁻¹
+    solution: jax.Array  # (I + M)⁻¹
     du: jax.Array  # through the output [B, H, C, V]
     read: jax.Array  # through the output [B, H, K, V]
     recalled: jax.Array  # with beta
 
 
 class _System(NamedTuple):
-    """A chunk's scores and the solution of its triangular system."""
+    """A chunk's decays between tokens, and its triangular system `I + M`."""
 
     between: Pairs
-    overlaps: jax.Array  # of keys with earlier keys, decayed [B, H, C, C]
-    inverse: jax.Array  # (I + beta overlaps)⁻¹
+    overlaps: jax.Array  # M without beta: scores of keys with earlier keys [B, H, C, C]
+    inverse: jax.Array  # (I + M)⁻¹ [B, H, C, C]
 
 
 def _system(chunk: Arrays, einsum: Einsum) -> _System:
@@ -76,7 +76,7 @@ def _earlier(chunk: Arrays) -> np.ndarray:
 
 
 def effect(chunk: Arrays, einsum: Einsum) -> Effect:
-    """What a chunk does, whatever the state at its start."""
+    """A chunk's transition and reads, which do not depend on the state at its start."""
     between, _, solution = _system(chunk, einsum)
     decay, k = total_decay(chunk.log_decay)[..., None], chunk.key
     transition = Transition(decay, k * between.until, solution * chunk.beta.mT, chunk.value, k * between.since)
@@ -84,9 +84,9 @@ def effect(chunk: Arrays, einsum: Einsum) -> Effect:
 
 
 def advance(transition: Transition, state: jax.Array, einsum: Einsum) -> tuple[jax.Array, jax.Array]:
-    """The state at the chunk's end, and what tokens really add."""
-    wanted = transition.value - einsum("...tk,...kv->...tv", transition.recalled, state)
-    u = einsum("...ts,...sv->...tv", transition.solution, wanted)
+    """The state at the chunk's end, and U."""
+    errors = transition.value - einsum("...tk,...kv->...tv", transition.recalled, state)
+    u = einsum("...ts,...sv->...tv", transition.solution, errors)
     return transition.decay * state + einsum("...tk,...tv->...kv", transition.written, u), u
 
 
@@ -99,10 +99,10 @@ def advance_back(transition: TransitionBack, d_state: jax.Array, einsum: Einsum)
 
 
 def compose(transition: Transition, later: jax.Array, einsum: Einsum) -> tuple[jax.Array, None]:
-    """What the chunk and those after it do to a state, from what `later` ones do: `[B, H, K + V, K]`, transposed.
+    """The chunk's transition composed with `later`, that of the chunks after it, both `[B, H, K + V, K]`.
 
-    The rows are of the matrix that a state is multiplied by, then of the state that is added. In this direction, the
-    latter costs no more than a product with the values.
+    Rows are those of the matrix that a state is multiplied by, transposed, then of the state that is added, transposed.
+    In this direction the added state costs only one product with the values.
     """
     K = transition.recalled.shape[-1]
     du = einsum("...tk,...kj->...tj", transition.written, later[..., :K, :])
@@ -113,7 +113,7 @@ def compose(transition: Transition, later: jax.Array, einsum: Einsum) -> tuple[j
 
 
 def output(effect: Effect, state: jax.Array, u: jax.Array, einsum: Einsum) -> jax.Array:
-    """What the chunk's tokens read, unscaled."""
+    """The chunk's output, unscaled."""
     read = einsum("...tk,...kv->...tv", effect.query, state)
     return read + einsum("...ts,...sv->...tv", effect.scores, u)
 
@@ -124,20 +124,20 @@ def backward(chunk: Arrays, state: jax.Array, d_output: jax.Array, carry_back: C
     between, overlaps, solution = _system(chunk, einsum)
     since, until = between.since, between.until
     scores = between.scores(q)
-    wanted = v - einsum("...tk,...kv->...tv", k * since, state)  # what is to be written less what is recalled
-    u = einsum("...ts,...sv->...tv", solution, beta * wanted)
+    errors = v - einsum("...tk,...kv->...tv", k * since, state)  # the errors
+    u = einsum("...ts,...sv->...tv", solution, beta * errors)
     du = einsum("...ts,...tv->...sv", scores, do)
     read = einsum("...tk,...tv->...kv", q * since, do)
     total = total_decay(chunk.log_decay)[..., None]
     d_state, dr = carry_back(TransitionBack(total, k * until, solution, du, read, beta * (k * since)))
     d_scores = einsum("...tv,...sv->...ts", do, u)
-    # strictly below: a token's own key crosses no gate, and its product with itself is in the system's diagonal, 1
+    # strictly below the diagonal, which is 1 whatever the keys are
     d_below = jnp.where(_earlier(chunk), -einsum("...tv,...sv->...ts", dr, u), 0)
-    d_beta = (dr * wanted).sum(-1, keepdims=True) + (d_below * overlaps).sum(-1, keepdims=True)
+    d_beta = (dr * errors).sum(-1, keepdims=True) + (d_below * overlaps).sum(-1, keepdims=True)
     dq_pairs, dk_read = between.gradients(q, d_scores)
     dk_row, dk_column = between.gradients(k, beta * d_below)
     if chunk.log_decay is None:
-        # one product of twice the rows: a CPU packs the state once, which pays where nothing else reads the two apart
+        # one product of twice the rows, since a CPU packs the state once for it
         both = einsum("...tv,...kv->...tk", jnp.concatenate([do, dr], -2), state)
         dq_state, dk_start = both[..., : q.shape[-2], :], -beta * both[..., q.shape[-2] :, :]
     else:

@@ -1,7 +1,7 @@
-"""The delta rule in two phases each way: the systems of chunks are solved once.
+"""The delta rule in two phases each way, for tokens on several devices; the systems of chunks are solved once.
 
-Tokens multiply a state by a matrix and add a state to it. To compose those of all chunks takes one walk, and to carry
-the right state through them another.
+A device's tokens multiply the state by a matrix and add a state. The first phase composes these of all chunks in one
+walk; the second carries the state that the device starts from through the chunks.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from ejkernel.kernels.delta_rule.xla.recurrence import RECURRENCE
 
 
 def _composed(call: Call, inputs: Inputs, cu_seqlens: jax.Array | None, transitions: Any, where: Chunks) -> jax.Array:
-    """Matrices and states beside each other, `[N, H, K, K + V]`."""
+    """The matrices and the added states beside each other, `[N, H, K, K + V]`."""
     N, H, K, V = call.sequences, call.heads, call.key_dim, call.value_dim
     identity = jnp.broadcast_to(jnp.eye(K + V, K, dtype=call.state_dtype), (N, H, K + V, K))
     identity = _varying.like(identity, inputs.query)
     composed, _ = pass_all(call, one_chunk.compose, transitions, where, identity, back=True)
-    # rows are of key dims of the state that is multiplied, after its first gates
+    # the matrix applies to states after their sequences' first gates
     matrix = entering_states(call, composed[..., :K, :], inputs.gates, cu_seqlens)
     return jnp.concatenate([matrix, composed[..., K:, :]], -2).mT
 

@@ -1,4 +1,4 @@
-"""What the delta rule is: its tokens' arrays, its chunks and what a token writes."""
+"""The delta rule as a recurrence: its tokens' arrays, its chunks' mathematics, and one token's write."""
 
 import jax
 

@@ -1,58 +1,62 @@
-"""Device code: every gradient of a chunk whose key gates are bounded, by blocks of 16 tokens. Tiles lie [dims, rows].
+"""Device code: every gradient of a chunk whose key gates are bounded, by blocks of 16 tokens. Tiles are [dims, rows].
 
-A kernel of its own: beside the others' it would take their registers.
+Kept as `bounded_gates` is. A kernel of its own, since in the kernel of mild gates it would cost these registers.
 """
 
 import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import scaled
-from ejkernel.kernels.chunks.triton.device.places import (
-    after_first_gate,
-    load_columns,
-    locate_block,
-    visit,
-    visit_of_block,
-)
+from ejkernel.kernels.chunks.triton.device.places import locate_block, visit
 from ejkernel.kernels.delta_rule.triton.device.flows import add_flows, add_pairs, add_up, store_moving
-from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, of_block, of_values
-from ejkernel.kernels.delta_rule.triton.device.inverse import corner
-from ejkernel.kernels.delta_rule.triton.device.kinds import BOUNDED
+from ejkernel.kernels.delta_rule.triton.device.gate_strength import BOUNDED
+from ejkernel.kernels.delta_rule.triton.device.gradients import load_ends, pair_gradients
+from ejkernel.kernels.delta_rule.triton.device.inverse import off_diagonal
+from ejkernel.kernels.delta_rule.triton.device.rows import (
+    for_chunks,
+    gated,
+    load_gate_columns,
+    load_head_columns,
+    rows_of_block,
+    writable,
+)
 
 BLOCK = tl.constexpr(16)
 
 
 @triton.jit
 def at_row(b_sum, i_row, C: tl.constexpr):
-    """The column of one row of each block `[dims, blocks]`."""
+    """One row of each block, `[dims, blocks]`."""
     b_blocks = tl.reshape(b_sum, (b_sum.shape[0], C // BLOCK, BLOCK))
     return tl.sum(tl.where(tl.arange(0, BLOCK)[None, None, :] == i_row, b_blocks, 0.0), 2)
 
 
 @triton.jit
 def at_rows(b, C: tl.constexpr):
-    """What is the same for all rows of a block, at these."""
+    """`[dims, blocks]` repeated for the rows of each block, `[dims, rows]`."""
     return tl.reshape(tl.broadcast_to(b[:, :, None], (b.shape[0], C // BLOCK, BLOCK)), (b.shape[0], C))
 
 
 @triton.jit
 def sum_where(b_total, m_sum, C: tl.constexpr):
-    """Sums over the blocks that `m_sum` selects of each block, transposed, at its rows."""
+    """Sums over the blocks that columns of `m_sum` select, one for each block, repeated for its rows."""
     return at_rows(tl.sum(tl.where(m_sum[None, :, :], b_total[:, :, None], 0.0), 1), C)
 
 
 @triton.jit
 def masked(b, m_pair):
-    """Some pairs; in float32, where that takes an instruction each."""
+    """The pairs that `m_pair` selects; chosen in float32, which takes one instruction each."""
     return tl.where(m_pair, b.to(tl.float32), 0.0).to(b.dtype)
 
 
 @triton.jit
-def of_bounded(b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, b_ut, b_dscore, b_dbelow, o_r, CALL: tl.constexpr):
-    """Gradients of queries and keys, what arrives at rows less what is left there, and all that leaves the chunk.
+def gradients_of_dims(
+    b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, b_ut, b_dscore, b_dsystem, o_r, CALL: tl.constexpr
+):
+    """dQ, dK, the flow (`q dq + k dk` of reads less that of writes), and what leaves the chunk, of some key dims.
 
-    What comes from outside a block is summed up against its ends, by way of those of 2 and of 4 blocks: from one to the
-    next it is decayed, never the inverse. Inside, tokens meet in the middle.
+    Contributions from outside a block are summed relative to its ends, by way of the ends of groups of 4 and of 2
+    blocks; from one reference to the next they only decay. Inside a block the reference is its middle.
     """
     C: tl.constexpr = CALL.chunk
     LEVELS: tl.constexpr = CALL.levels
@@ -84,12 +88,12 @@ def of_bounded(b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, b_ut, b_dscore, 
         m_between = tl.where(o_at >= i_border, (o_of >= i_border) & (o_of < o_at), (o_of < i_border) & (o_of >= o_at))
         b_fade = tl.exp2(sum_where(b_total, m_between, C) + tl.where(m_late, b_sum, -b_sum))
         b_key = scaled(b_k, b_fade)
-        b_dscore_here = masked(b_dscore, corner(o_r, i_level + 4))
-        b_dbelow_here = masked(b_dbelow, corner(o_r, i_level + 4))
+        b_dscore_here = masked(b_dscore, off_diagonal(o_r, i_level + 4))
+        b_dsystem_here = masked(b_dsystem, off_diagonal(o_r, i_level + 4))
         b_queries = tl.dot(b_key, tl.trans(b_dscore_here), acc=b_queries, input_precision=PRECISION)
-        b_keys = tl.dot(b_key, tl.trans(b_dbelow_here), acc=b_keys, input_precision=PRECISION)
+        b_keys = tl.dot(b_key, tl.trans(b_dsystem_here), acc=b_keys, input_precision=PRECISION)
         b_read = tl.dot(scaled(b_q, b_fade), b_dscore_here, acc=b_read, input_precision=PRECISION)
-        b_read = tl.dot(b_key, b_dbelow_here, acc=b_read, input_precision=PRECISION)
+        b_read = tl.dot(b_key, b_dsystem_here, acc=b_read, input_precision=PRECISION)
     b_fade = tl.exp2(b_sum)
     b_queries = b_queries * b_fade
     b_keys = b_keys * b_fade
@@ -100,83 +104,78 @@ def of_bounded(b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, b_ut, b_dscore, 
     b_bits = b_sum - at_rows(at_row(b_sum, BLOCK // 2 - 1, C), C)
     # most of it is between tokens of one block
     b_queries, b_keys, b_flow = add_pairs(
-        b_queries, b_keys, b_flow, b_q, b_k, masked(b_dscore, m_near), masked(b_dbelow, m_near),
+        b_queries, b_keys, b_flow, b_q, b_k, masked(b_dscore, m_near), masked(b_dsystem, m_near),
         tl.exp2(b_bits), tl.exp2(-b_bits), PRECISION,
     )  # fmt: skip
     # a token's own key crosses no gate
-    b_own = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore.to(tl.float32), 0.0), 0)[None, :]
-    return b_queries + b_own * b_k, b_keys + b_own * b_q, b_flow, b_leaving
+    b_diagonal = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_dscore.to(tl.float32), 0.0), 0)[None, :]
+    return b_queries + b_diagonal * b_k, b_keys + b_diagonal * b_q, b_flow, b_leaving
 
 
 @triton.jit
-def of_chunk(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
-    """What `gradients_bounded` gives, of one chunk and head."""
+def chunk_gradients(p, block, i_c, i_h, i_v, CALL: tl.constexpr):
+    """`gradients_bounded` for one chunk and head."""
     BK: tl.constexpr = CALL.part_block
     BV: tl.constexpr = CALL.value_block
     H: tl.constexpr = CALL.heads
-    HQ: tl.constexpr = CALL.query_heads
-    HK: tl.constexpr = CALL.key_heads
-    K: tl.constexpr = CALL.key_dim
     C: tl.constexpr = CALL.chunk
+    K: tl.constexpr = CALL.key_dim
     NV: tl.constexpr = (CALL.value_dim + BV - 1) // BV
     PRECISION: tl.constexpr = CALL.precision
-    PAD: tl.constexpr = K % BK != 0
-    chunk, i_chunk, i_token, o_r, o_t = visit_of_block(block, i_c, i_h, p, CALL)
+    rows = rows_of_block(block, i_c, i_h, p, CALL)
+    o_r = rows.o_r
     o_v = i_v * BV + tl.arange(0, BV)
-    m_read = chunk.i_row + o_r < chunk.n_read
-    m_write = chunk.i_row + o_r < chunk.n_end
-    m_gate = m_read & after_first_gate(chunk, chunk.i_row + o_r, CALL)
-    b_do, b_u, _, b_dr, b_beta, b_dscore, b_dbelow = of_values(
-        p, i_token, i_h, i_v, o_r, o_t, m_read, m_write, True, CALL
-    )
+    m_write = writable(rows)
+    m_gate = gated(rows, CALL)
+    b_do, b_u, _, b_dr, b_beta, b_dscore, b_dsystem = pair_gradients(p, rows, i_v, True, CALL)
     b_do = tl.trans((b_do.to(tl.float32) * CALL.scale).to(b_u.dtype))
     b_dr = tl.trans((b_dr.to(tl.float32) * -b_beta[:, None]).to(b_u.dtype))
     b_dscore = b_dscore.to(b_u.dtype)
-    b_dbelow = b_dbelow.to(b_u.dtype)
-    i_rows = ((i_token * H + i_h) * NV + i_v) * K
-    # what is the same for all dims would take registers
+    b_dsystem = b_dsystem.to(b_u.dtype)
+    i_rows = ((rows.i_token * H + i_h) * NV + i_v) * K
+    # hoisted code would take registers
     for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1, disable_licm=True):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_gate = load_columns(p.gate, i_token, i_h, o_t, m_gate, o_k, H, K, PAD, True)
-        b_k = load_columns(p.key, i_token, i_h // (H // HK), o_t, m_read, o_k, HK, K, PAD, False)
-        b_q = load_columns(p.query, i_token, i_h // (H // HQ), o_t, m_read, o_k, HQ, K, PAD, False)
-        b_state, b_dstate = load_ends(p, chunk, i_chunk, o_v, o_k, CALL)
-        b_dq, b_dk, b_flow, b_leaving = of_bounded(
-            b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, tl.trans(b_u), b_dscore, b_dbelow, o_r, CALL
+        b_gate = load_gate_columns(p, rows, o_k, CALL)
+        b_k = load_head_columns(p.key, rows, o_k, CALL.key_heads, K, CALL)
+        b_q = load_head_columns(p.query, rows, o_k, CALL.query_heads, K, CALL)
+        b_state, b_dstate = load_ends(p, rows, o_v, o_k, CALL)
+        b_dq, b_dk, b_flow, b_leaving = gradients_of_dims(
+            b_state, b_dstate, b_q, b_k, b_gate, b_do, b_dr, tl.trans(b_u), b_dscore, b_dsystem, o_r, CALL
         )
         b_dgate = tl.zeros([BK, C], tl.float32) + b_leaving[:, None]
         b_dgate = add_flows(b_flow, o_r[:, None] >= o_r[None, :], b_dgate, PRECISION, b_u.dtype)
         b_dgate = tl.where(m_gate[None, :], b_dgate, 0.0)
-        o_rows = o_t[None, :] * (H * NV * K) + o_k[:, None]
+        o_rows = rows.o_t[None, :] * (H * NV * K) + o_k[:, None]
         store_moving(p, i_rows + o_rows, m_write[None, :] & (o_k[:, None] < K), b_dq, b_dk, b_dgate)
 
 
 @triton.jit
 def gradients_bounded(p, CALL: tl.constexpr):
-    """What `gradients_keyed` gives, of chunks whose gates are bounded, in the memory of its results.
+    """The gradients of chunks whose gates are bounded, in the memory of `gradients_keyed`'s results.
 
-    A program looks after some of a chunk's heads, `CALL.each`, and most often finds nothing to do.
+    A program takes `CALL.heads_per_program` heads of a chunk; most often it finds nothing to do.
     """
     H: tl.constexpr = CALL.heads
-    EACH: tl.constexpr = CALL.each
+    EACH: tl.constexpr = CALL.heads_per_program
     NV: tl.constexpr = (CALL.value_dim + CALL.value_block - 1) // CALL.value_block
     i_program = tl.program_id(0)
     i_v = i_program % NV
     i_first = (i_program // NV) % (H // EACH) * EACH
     i_block = i_program // (NV * (H // EACH))
-    o_h = tl.arange(0, CALL.look)
+    o_h = tl.arange(0, CALL.flags)
     if CALL.listed:
         block = locate_block(i_block, p, CALL)
         for i_c in range(block.i_c, block.i_end):
             chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
-            p_kind = p.kinds + (block.i_n.to(tl.int64) * H + i_first + o_h) * p.T + chunk.i_row
-            b_kind = tl.load(p_kind, mask=o_h < EACH, other=0)
+            p_strength = p.strength + (block.i_n.to(tl.int64) * H + i_first + o_h) * p.T + chunk.i_row
+            b_strength = tl.load(p_strength, mask=o_h < EACH, other=0)
             for i_h in range(0, EACH):
-                if tl.sum(tl.where(o_h == i_h, b_kind, 0), 0) == BOUNDED:
-                    of_chunk(p, block, i_c, i_first + i_h, i_v, CALL)
+                if tl.sum(tl.where(o_h == i_h, b_strength, 0), 0) == BOUNDED:
+                    chunk_gradients(p, block, i_c, i_first + i_h, i_v, CALL)
     else:
-        b_kind = tl.load(p.kinds + i_block.to(tl.int64) * H + i_first + o_h, mask=o_h < EACH, other=0)
-        if tl.max(b_kind, 0) == BOUNDED:
+        b_strength = tl.load(p.strength + i_block.to(tl.int64) * H + i_first + o_h, mask=o_h < EACH, other=0)
+        if tl.max(b_strength, 0) == BOUNDED:
             for i_h in range(0, EACH):
-                if tl.sum(tl.where(o_h == i_h, b_kind, 0), 0) == BOUNDED:
-                    of_block(p, i_block, i_first + i_h, i_v, of_chunk, CALL)
+                if tl.sum(tl.where(o_h == i_h, b_strength, 0), 0) == BOUNDED:
+                    for_chunks(p, i_block, i_first + i_h, i_v, chunk_gradients, CALL)

@@ -1,62 +1,56 @@
-"""Device code: what one gate a head and token makes of a chunk's rows."""
+"""Device code: the scalars of a chunk's rows, betas and, with one gate a head, decays."""
 
 import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import MOST, in_bits
-from ejkernel.kernels.chunks.triton.device.places import (
-    after_first_gate,
-    locate_block,
-    token_of,
-    token_offsets,
-    visit,
-)
+from ejkernel.kernels.chunks.triton.device.places import after_first_gate, locate_block, token_of, token_offsets, visit
+from ejkernel.kernels.delta_rule.triton.device.rows import Rows, writable
 
-# What is kept of a token is beta times what the state lacks of its value; beta's gradient is found from it, divided by
-# beta. For a beta below the least IDLE stands in: what is kept goes into beta's gradient then, and nowhere else. A beta
-# that happens to be IDLE loses its last bit.
+# The forward stores u, which is beta times the token's error, and beta's gradient needs the error: u / beta. A token
+# whose beta is below LEAST_BETA writes nothing; u is computed with IDLE in the place of its beta then, and goes into
+# beta's gradient and nowhere else. A beta that happens to be IDLE loses its last bit.
 IDLE = tl.constexpr(2.0**-60 + 2.0**-83)
 LEAST_BETA = tl.constexpr(2.0**-100)
-# bits of a chunk's gates, a token, from which on its keys may coincide; the same with betas of 1 or more; and of how
-# many tokens it takes
+# Keys can only coincide in chunks of so many tokens whose gates have more bits than this a token, on average; the
+# second bound is for betas of 1 or more.
 WEAK = tl.constexpr(-3.0 / 64)
 WEAK_WRITTEN = tl.constexpr(-14.0 / 64)
 FEWEST_COINCIDING = tl.constexpr(16)
-# numbers of a chunk's rows: beta, decays since the chunk's start and until its end, sums of gates, whole bits and rest
-WEIGHTS = tl.constexpr(5)
-
-
-@triton.jit
-def pair_decays(b_whole, b_part):
-    """From each column's row to each row that is not before it, something finite elsewhere: `[C, C]`."""
-    b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
-    return tl.exp2(tl.minimum(b_gap, MOST))
+# The scalars of a row: beta, the decay since the chunk's start, the decay until its end, and the sum of gates since the
+# start in bits, in two summands: whole bits and the rest.
+SCALARS = tl.constexpr(5)
+BETA = tl.constexpr(0)
+SINCE = tl.constexpr(1)
+UNTIL = tl.constexpr(2)
+WHOLE_BITS = tl.constexpr(3)
+PART_BITS = tl.constexpr(4)
 
 
 @triton.jit
 def is_idle(b_beta):
-    """Which tokens write nothing, by their betas."""
+    """Which betas are of tokens that write nothing."""
     return tl.abs(b_beta) < LEAST_BETA
 
 
 @triton.jit
-def marked(b_beta):
-    """Betas, with `IDLE` for those of tokens that write nothing."""
+def mark_idle(b_beta):
+    """Betas, with `IDLE` in the place of those of tokens that write nothing."""
     return tl.where(is_idle(b_beta), IDLE, tl.where(b_beta == IDLE, 2.0**-60, b_beta))
 
 
 @triton.jit
-def weights_of(p_weights, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
-    """Where the first of a chunk's `WEIGHTS` are."""
+def scalars_at(p_scalars, rows, p, CALL: tl.constexpr):
+    """Where the first scalars of a chunk's rows lie."""
     if CALL.listed:
-        return p_weights + ((chunk.i_n.to(tl.int64) * CALL.heads + i_h) * (WEIGHTS * p.T) + chunk.i_row)
+        return p_scalars + ((rows.chunk.i_n.to(tl.int64) * CALL.heads + rows.i_h) * (SCALARS * p.T) + rows.chunk.i_row)
     else:
-        return p_weights + i_chunk * (WEIGHTS * CALL.chunk)
+        return p_scalars + rows.i_chunk * (SCALARS * CALL.chunk)
 
 
 @triton.jit
-def weight(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
-    """Where the others are."""
+def scalar_at(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
+    """Where the scalars of one kind lie, from where the first ones do."""
     if CALL.listed:
         return p_row + NUMBER * p.T
     else:
@@ -64,17 +58,27 @@ def weight(p_row, NUMBER: tl.constexpr, p, CALL: tl.constexpr):
 
 
 @triton.jit
-def load_weight(p_tile, o_r, chunk, CALL: tl.constexpr):
-    """Weights of a chunk's rows; of those that a listed one does not have, 0."""
+def load_scalar(p_row, NUMBER: tl.constexpr, rows, p, CALL: tl.constexpr, o_r=0):
+    """The scalars of one kind; 0 for rows that a listed chunk does not have."""
+    p_tile = scalar_at(p_row, NUMBER, p, CALL) + o_r
     if CALL.listed:
-        return tl.load(p_tile, mask=chunk.i_row + o_r < chunk.n_end, other=0.0)
+        return tl.load(p_tile, mask=writable(rows), other=0.0)
     else:
         return tl.load(p_tile)
 
 
 @triton.jit
+def load_pair_decays(p_row, rows, p, CALL: tl.constexpr):
+    """The decays from earlier rows (columns) to later rows, `[C, C]`; above the diagonal anything finite."""
+    b_whole = load_scalar(p_row, WHOLE_BITS, rows, p, CALL)
+    b_part = load_scalar(p_row, PART_BITS, rows, p, CALL)
+    b_gap = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
+    return tl.exp2(tl.minimum(b_gap, MOST))
+
+
+@triton.jit
 def load_through(p_row, chunk, p, CALL: tl.constexpr):
-    """The decay of a state through a chunk, from the first of its weights on."""
+    """The decay of a state through the chunk; `p_row` is where its first scalar lies."""
     if CALL.listed:
         return tl.load(p_row + (p.T + chunk.n_end - 1 - chunk.i_row))
     else:
@@ -82,8 +86,8 @@ def load_through(p_row, chunk, p, CALL: tl.constexpr):
 
 
 @triton.jit
-def weigh_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
-    """What `weigh` gives, of one chunk and heads from the `i_head`-th on."""
+def prepare_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
+    """`prepare_rows` for one chunk, and the heads from the `i_head`-th on; returns which have weak gates."""
     H: tl.constexpr = CALL.heads
     C: tl.constexpr = CALL.chunk
     chunk = visit(i_c, block.i_n, block.n_rows, block.n_read, p, CALL)
@@ -107,15 +111,17 @@ def weigh_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
     b_since = tl.exp2(tl.minimum(b_whole + b_part, MOST))
     b_until = tl.exp2(tl.minimum((b_whole_end - b_whole) + (b_part_end - b_part), MOST))
     i_chunk = (block.i_block.to(tl.int64) * H + o_h)[:, None]
-    p_row = weights_of(p.weights, chunk, i_chunk, o_h[:, None], p, CALL) + o_r[None, :]
+    p_row = (
+        scalars_at(p.row_scalars, Rows(chunk, o_h[:, None], i_chunk, i_token, o_r, o_t, m_read), p, CALL) + o_r[None, :]
+    )
     m_head = (o_h < H)[:, None] & (o_r >= 0)[None, :]
     if CALL.listed:
         m_head = m_head & (i_row + o_r < chunk.n_end)[None, :]
-    tl.store(p_row, marked(b_beta), mask=m_head)
-    tl.store(weight(p_row, 1, p, CALL), b_since, mask=m_head)
-    tl.store(weight(p_row, 2, p, CALL), b_until, mask=m_head)
-    tl.store(weight(p_row, 3, p, CALL), b_whole, mask=m_head)
-    tl.store(weight(p_row, 4, p, CALL), b_part, mask=m_head)
+    tl.store(p_row, mark_idle(b_beta), mask=m_head)
+    tl.store(scalar_at(p_row, SINCE, p, CALL), b_since, mask=m_head)
+    tl.store(scalar_at(p_row, UNTIL, p, CALL), b_until, mask=m_head)
+    tl.store(scalar_at(p_row, WHOLE_BITS, p, CALL), b_whole, mask=m_head)
+    tl.store(scalar_at(p_row, PART_BITS, p, CALL), b_part, mask=m_head)
     b_weak = tl.zeros(o_h.shape, tl.int32)
     if CALL.keys_may_coincide:
         b_least = tl.where(tl.max(tl.abs(b_beta), 1) < 1.0, WEAK, WEAK_WRITTEN)
@@ -130,12 +136,12 @@ def weigh_chunk(p, block, i_c, i_head, CALL: tl.constexpr):
 
 
 @triton.jit
-def weigh(p, CALL: tl.constexpr):
-    """`WEIGHTS` of each chunk's rows, where heads have gates: of BH heads a program, as sums along rows take long.
+def prepare_rows(p, CALL: tl.constexpr):
+    """With one gate a head: stores the scalars of the rows, and which chunks' gates are so weak that keys may coincide.
 
-    And in which chunks gates are so weak that keys may coincide; where `squares` of these go is left as it is.
-    Gates are summed up in bits, whole ones and the rest apart: no gate costs others digits. Decays are finite, since 0
-    times infinity is no number.
+    A program takes BH heads, since sums along rows have a long latency. Gates are summed in bits, whole bits and the
+    rest apart, so that a strong gate costs others no digits. Decays are finite, since 0 times infinity is NaN. The
+    memory of `row_squares` is allocated here and filled by the second run of the walk.
     """
     BH: tl.constexpr = CALL.head_block
     H: tl.constexpr = CALL.heads
@@ -145,9 +151,9 @@ def weigh(p, CALL: tl.constexpr):
     if CALL.listed:
         b_any = tl.zeros([BH], tl.int32)
         for i_c in range(block.i_c, block.i_end):
-            b_any = b_any | weigh_chunk(p, block, i_c, (i_program % NH) * BH, CALL)
+            b_any = b_any | prepare_chunk(p, block, i_c, (i_program % NH) * BH, CALL)
         if CALL.keys_may_coincide:
             o_h = (i_program % NH) * BH + tl.arange(0, BH)
             tl.store(p.any_weak + block.i_block.to(tl.int64) * H + o_h, b_any, mask=o_h < H)
     else:
-        weigh_chunk(p, block, block.i_c, (i_program % NH) * BH, CALL)
+        prepare_chunk(p, block, block.i_c, (i_program % NH) * BH, CALL)

@@ -1,4 +1,4 @@
-"""Device code for one gate a key dim: what flows between tokens, and through gates. Tiles lie [dims, rows]."""
+"""Device code for one gate a key dim: gradients through pairs of tokens, and through gates. Tiles are [dims, rows]."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,9 @@ from ejkernel.kernels.delta_rule.triton.device.inverse import to_bfloat16
 
 @triton.jit
 def add_up(b_gate, m_sum, FINE: tl.constexpr):
-    """`sum_gates` of gates that lie [key dims, rows], whole eighths and the rest apart.
+    """`sum_gates` for gates `[key dims, rows]`: sums of whole eighths and of the rest, apart.
 
-    `m_sum` has the rows to be added up of each row, transposed.
+    Column `i` of `m_sum` selects the rows that row `i`'s sum is over.
     """
     b_whole, b_part, b_fine = split_gate(b_gate)
     b_pick = tl.where(m_sum, 1.0, 0.0).to(tl.float16)
@@ -24,7 +24,7 @@ def add_up(b_gate, m_sum, FINE: tl.constexpr):
 
 @triton.jit
 def add_flows(b, m_sum, b_sum, PRECISION: tl.constexpr, HALF: tl.constexpr):
-    """Adds sums of `b` over the rows that `m_sum` selects, transposed, with twice the digits of HALF."""
+    """Adds sums of `b` over the rows that columns of `m_sum` select; two products with operands of dtype HALF."""
     b_pick = tl.where(m_sum, 1.0, 0.0)
     if HALF == tl.float32:
         return tl.dot(b, b_pick, acc=b_sum, input_precision=PRECISION)
@@ -34,12 +34,11 @@ def add_flows(b, m_sum, b_sum, PRECISION: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_late, b_early, PRECISION: tl.constexpr):
-    """Adds what tokens do to each other: `late` takes those that read, and `early` those that are read, to where both
-    meet.
+def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dsystem, b_late, b_early, PRECISION: tl.constexpr):
+    """Adds gradients through pairs of tokens, whose decay is split at a reference: `late` since it, `early` until it.
 
-    What passes between two tokens is in what arrives at the one and not in what is left at the other, taken from
-    queries and keys as they were rounded: from the other on it cancels, and so do the rounding errors.
+    `b_flow` gets `q dq + k dk` of the late token less that of the early one, from rounded operands: summed over all
+    rows from one on, pairs after it cancel, with their rounding errors.
     """
     b_query = scaled(b_q, b_late)
     b_late_key = scaled(b_k, b_late)
@@ -47,11 +46,11 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_late, b_early,
     b_grad = tl.dot(b_early_key, tl.trans(b_dscore), input_precision=PRECISION)
     b_flow += b_query.to(tl.float32) * b_grad
     b_dq += b_grad * b_late
-    b_grad = tl.dot(b_early_key, tl.trans(b_dbelow), input_precision=PRECISION)
+    b_grad = tl.dot(b_early_key, tl.trans(b_dsystem), input_precision=PRECISION)
     b_flow += b_late_key.to(tl.float32) * b_grad
     b_dk += b_grad * b_late
     b_grad = tl.dot(b_query, b_dscore, input_precision=PRECISION)
-    b_grad = tl.dot(b_late_key, b_dbelow, acc=b_grad, input_precision=PRECISION)
+    b_grad = tl.dot(b_late_key, b_dsystem, acc=b_grad, input_precision=PRECISION)
     b_flow -= b_early_key.to(tl.float32) * b_grad
     b_dk += b_grad * b_early
     return b_dq, b_dk, b_flow
@@ -59,7 +58,7 @@ def add_pairs(b_dq, b_dk, b_flow, b_q, b_k, b_dscore, b_dbelow, b_late, b_early,
 
 @triton.jit
 def store_moving(p, o_rows, m_rows, b_dq, b_dk, b_dgate):
-    """Stores gradients of queries, keys and gates."""
+    """Stores the gradients of queries, keys and gates."""
     tl.store(p.d_query + o_rows, b_dq.to(p.d_query.dtype.element_ty), mask=m_rows)
     tl.store(p.d_key + o_rows, b_dk.to(p.d_key.dtype.element_ty), mask=m_rows)
     tl.store(p.d_gate + o_rows, b_dgate.to(p.d_gate.dtype.element_ty), mask=m_rows)

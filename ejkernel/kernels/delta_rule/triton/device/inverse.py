@@ -5,15 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
-def corner(o_r, i_level):
-    """Where a block of `2**i_level` rows meets the one before it, of each pair of blocks."""
+def off_diagonal(o_r, i_level):
+    """The lower left quarter of each pair of diagonal blocks of `2**i_level` rows, as a mask."""
     o_block = o_r >> i_level
     return ((o_block & 1) != 0)[:, None] & (o_block[None, :] == o_block[:, None] - 1)
 
 
 @triton.jit
 def to_bfloat16(b):
-    """The nearest number that bfloat16 has, as float32; a NaN's rest is NaN still."""
+    """Rounded to the nearest bfloat16, as float32; `b` minus this is NaN where `b` is."""
     return ((b.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
 
 
@@ -37,44 +37,44 @@ def product(b_left, b_right, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores(b_left, b_right, m_pair, PRECISION: tl.constexpr):
-    """Of pairs of rows, selected before anything multiplies them: a pair that nobody reads may have overflowed."""
+    """Products of the pairs of rows that `m_pair` selects, 0 elsewhere; a pair that is not selected may overflow."""
     return tl.where(m_pair, tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION), 0.0)
 
 
 @triton.jit
-def of_small_blocks(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + below)⁻¹` of the blocks of 16 rows on the diagonal, as one matrix."""
+def small_block_inverses(b_system, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of the diagonal blocks of 16 rows of `I + M`, as one matrix."""
     BLOCKS: tl.constexpr = C // 16
     o_block = tl.arange(0, BLOCKS)
     o_r = tl.arange(0, 16)
     m_diagonal = o_block[:, None, None, None] == o_block[None, None, :, None]
-    b_blocks = tl.sum(tl.where(m_diagonal, tl.reshape(b_below, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    b_blocks = tl.sum(tl.where(m_diagonal, tl.reshape(b_system, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
     b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
-    b_found = b_unit[None, :, :] - tl.where(corner(o_r, 0)[None, :, :], b_blocks, 0.0)
+    b_inverse = b_unit[None, :, :] - tl.where(off_diagonal(o_r, 0)[None, :, :], b_blocks, 0.0)
     for i_level in tl.static_range(1, 4):
-        b_corner = tl.where(corner(o_r, i_level)[None, :, :], b_blocks, 0.0)
-        b_corner = product(b_corner, b_found, PRECISION)
-        b_found -= product(b_found, b_corner, PRECISION)
-    return tl.reshape(tl.where(m_diagonal, b_found[:, :, None, :], 0.0), [C, C])
+        b_off = tl.where(off_diagonal(o_r, i_level)[None, :, :], b_blocks, 0.0)
+        b_off = product(b_off, b_inverse, PRECISION)
+        b_inverse -= product(b_inverse, b_off, PRECISION)
+    return tl.reshape(tl.where(m_diagonal, b_inverse[:, :, None, :], 0.0), [C, C])
 
 
 @triton.jit
-def inverse(b_below, C: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + below)⁻¹` for strictly lower triangular `below [C, C]`, `C` at least 16 and a power of two.
+def inverse(b_system, C: tl.constexpr, PRECISION: tl.constexpr):
+    """`(I + M)⁻¹` for strictly lower triangular `M [C, C]`, `C` at least 16 and a power of two.
 
-    Blocks are paired up, again and again: [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]].
+    Diagonal blocks are joined in pairs, level by level: [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]].
     """
     o_r = tl.arange(0, C)
-    # three passes on so few numbers take more registers than they save
-    b_found = of_small_blocks(b_below, C, "ieee" if PRECISION == "tf32x3" else PRECISION)
+    # for blocks this small, the three passes of TF32 take more registers than they save
+    b_inverse = small_block_inverses(b_system, C, "ieee" if PRECISION == "tf32x3" else PRECISION)
     for i_level in tl.static_range(4, 4 + (C >= 32) + (C >= 64)):
-        b_corner = tl.where(corner(o_r, i_level), b_below, 0.0)
-        b_corner = product(b_corner, b_found, PRECISION)
-        b_found -= product(b_found, b_corner, PRECISION)
-    return b_found
+        b_off = tl.where(off_diagonal(o_r, i_level), b_system, 0.0)
+        b_off = product(b_off, b_inverse, PRECISION)
+        b_inverse -= product(b_inverse, b_off, PRECISION)
+    return b_inverse
 
 
 @triton.jit
 def in_order_of_operands(b, R: tl.constexpr, C: tl.constexpr):
-    """Columns 0 2 4 6 1 3 5 7 of each eight: so threads have a dot's result in the order that one of TF32 takes it."""
+    """Columns 0 2 4 6 1 3 5 7 of each eight: threads then hold a dot's result in the order of a TF32 operand."""
     return tl.reshape(tl.permute(tl.reshape(b, [R, C // 8, 4, 2]), [0, 1, 3, 2]), [R, C])
