@@ -29,6 +29,8 @@ LAYERS = (
         "ejkernel.kernels._differentiable",
         "ejkernel.kernels._kernel_cache",
         "ejkernel.kernels._launch",
+        "ejkernel.kernels._mapping",
+        "ejkernel.kernels._op",
         "ejkernel.kernels._pallas",
         "ejkernel.kernels._partitioned",
         "ejkernel.kernels._phases",

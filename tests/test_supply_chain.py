@@ -29,6 +29,7 @@ METHODS = {("os", "system"), ("os", "popen"), ("subprocess", "run"), ("subproces
 BY_NAME = {
     "kernels/attention/paged/triton/__init__.py": ["DEVICE"],
     "kernels/attention/triton/launcher.py": ["DEVICE"],
+    "kernels/chunks/pallas/pools.py": ["DEVICE"],
     "kernels/chunks/triton/packing.py": ["LISTS"],
     "kernels/chunks/triton/pools.py": ["SLOTS"],
     "kernels/chunks/triton/step.py": ["DEVICE"],

@@ -28,6 +28,7 @@ from ejkernel.kernels.chunks.pallas.plan import DTYPES, LANES, LARGEST_DIM
 from ejkernel.kernels.chunks.pools import PooledCall, Results
 from ejkernel.kernels.chunks.recurrence import Recurrence
 
+DEVICE = "ejkernel.kernels.chunks.pallas.device.pooled"
 F32 = np.dtype(np.float32)
 FIELDS = "query", "key", "key_gate", "value", "value_gate", "beta"  # of a token, those that a call has
 _STATES = 2**20  # bytes of float32 states that a program computes at once; about five times as many have to fit VMEM
@@ -128,7 +129,7 @@ def _launch(recurrence: Recurrence, pooled: PooledCall, *arrays: Any) -> Results
     names = (*scalars, *fields, "pool_before", *outputs, *scratch)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     output, pool, _ = pl.pallas_call(
-        functools.partial(importlib.import_module(f"{__package__}.device.pooled").kernel, sizes, names),
+        functools.partial(importlib.import_module(DEVICE).kernel, sizes, names),
         out_shape=[_varying.shape_like(*each, pool) for each in outputs.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
