@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import token_by_token
 
 import ejkernel
-from conftest import token_by_token
 from ejkernel import parallel, xla_utils
 
 
