@@ -73,7 +73,7 @@ def run_convolution(output_of: Callable[[Inputs], jax.Array], inputs: Inputs) ->
         output = output_of(inputs._replace(x=x, weight=weight, bias=bias, initial_state=starts))
         at, slot = checkpoints(slots, jnp.minimum(borders, B * T), pool.writes, pool.at)
         # positions in the sequence of the inputs to be written, [N, C, W - 1]; below 0, those are in the start state
-        position = at[:, :, None] - history + jnp.arange(history, dtype=at.dtype)
+        position = at[:, :, None] - history + jnp.arange(history, dtype=at.dtype)[None, None]
         token = jnp.clip(borders[:-1, None, None] + position, 0, max(B * T - 1, 0))
         before = jax.vmap(lambda start, each: start[jnp.clip(each + history, 0, history - 1)])(starts, position)
         inside = x.reshape(B * T, D)[token] if B * T else before

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import token_by_token
 
 import ejkernel
 from ejkernel import parallel, xla_utils
@@ -127,6 +128,7 @@ STREAM = {name: shape[1:] for name, shape in LINEAR.items()}
 STATES, GAMMA = {"initial_state": (2, 4, 8, 6)}, {"g_gamma": (1, 4)}
 GATES = {"g": (2, 70, 4, 8), "gk": (2, 70, 4, 1), "gv": (2, 70, 4, 6)} | GAMMA
 BORDERS = {"cu_seqlens": np.array([0, 3, 3, 40, 66], np.int32)}
+IDS = np.arange(140).reshape(2, 70) // 9 - 1
 SEVERAL = {"g": (70, 4, 8), "g_gamma": (4, 4), "initial_state": (4, 4, 8, 6)}
 SIGNAL = {"x": (2, 70, 5), "weight": (4, 5), "bias": (5,)}
 NORMAL = {name: partial(getattr(ejkernel, name), normalize=True) for name in ("delta_rule", "gated_delta_rule", "kda")}
@@ -161,6 +163,12 @@ ROWS += [
         Row("simple_gla, packed", partial(ejkernel.simple_gla, **BORDERS), STREAM | {"g": (70, 4)}, dtype),
         Row("recurrent_gla", ejkernel.recurrent_gla, LINEAR | STATES | {"g": (2, 70, 4, 8)}, dtype),
         Row("recurrent_gla, packed", partial(ejkernel.recurrent_gla, **BORDERS), STREAM | SEVERAL, dtype),
+        Row(
+            "recurrent_gla, segments",
+            partial(ejkernel.recurrent_gla, segment_ids=IDS),
+            LINEAR | STATES | {"g": (2, 70, 4, 8)},
+            dtype,
+        ),
         Row("recurrent, all gates", ejkernel.recurrent, LINEAR | GATES | STATES, dtype),
         Row("recurrent, gv packed", partial(ejkernel.recurrent, **BORDERS), STREAM | {"gv": (70, 4, 6)}, dtype),
         Row("recurrent, one token", of_any_length(ejkernel.recurrent, 1), LINEAR | GATES | STATES, dtype),
@@ -175,7 +183,7 @@ ROWS += [
         ),
         Row(
             "causal_conv1d, segments",
-            partial(ejkernel.causal_conv1d, segment_ids=np.arange(140).reshape(2, 70) // 9 - 1),
+            partial(ejkernel.causal_conv1d, segment_ids=IDS),
             SIGNAL | {"initial_state": (2, 3, 5)},
             dtype,
         ),
@@ -190,6 +198,12 @@ ROWS += [
             "kda, one token",
             of_any_length(NORMAL["kda"], 1),
             LINEAR | STATES | {"g": (2, 70, 4, 8), "beta": (2, 70, 4)},
+            dtype,
+        ),
+        Row(
+            "kda, segments",
+            partial(NORMAL["kda"], segment_ids=IDS),
+            LINEAR | {"g": (2, 70, 4, 8), "beta": (2, 70, 4)},
             dtype,
         ),
         Row(
@@ -225,6 +239,38 @@ def test_promotion(row):
     """Nothing leaves it to JAX to make ranks or dtypes alike, which tracing, where that is forbidden, would refuse."""
     with no_promotion():
         jax.eval_shape(partial(values_and_gradients, row), row.arrays())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for row in ROWS
+        if str(row) in ("recurrent, all gates", "recurrent_gla, segments", "kda, segments", "kda, packed")
+    ],
+    ids=lambda row: f"{row}-{np.dtype(row.dtype)}".replace(" ", "-"),
+)
+def test_promotion_token_by_token(row):
+    """As CPUs compute small states when there is no gradient."""
+    with token_by_token(states=64 * 64), no_promotion():
+        jax.eval_shape(lambda arrays: row.op(**arrays), row.arrays())
+
+
+@pytest.mark.parametrize("dtype", (np.float32, jnp.bfloat16), ids=lambda dtype: str(np.dtype(dtype)))
+def test_promotion_in_serving(dtype):
+    """Pools of states, and pages; calls with them have no gradients."""
+    slots = {"cu_seqlens": np.array([0, 3, 9]), "reads": np.array([-1, 1]), "writes": np.array([[0, 2], [1, 3]])}
+    slots |= {"at": np.array([[3, 1], [6, 2]]), "states": jnp.zeros((5, 4, 8, 6), dtype)}
+    query, key, value = (jnp.ones((9, heads, dim), dtype) for heads, dim in ((4, 8), (2, 8), (2, 6)))
+    g, beta = -jnp.ones((9, 4, 8), dtype), jnp.ones((9, 4), dtype)
+    pages = ejkernel.PagedCache(jnp.zeros((6, 4, 2, 8), dtype), jnp.zeros((6, 4, 2, 6), dtype))
+    where = np.array([[1, 2], [3, 5]]), np.array([1, 0]), np.array([0, 3, 9])
+    short = slots | {"states": jnp.zeros((5, 3, 32), dtype)}
+    with no_promotion():
+        jax.eval_shape(lambda: ejkernel.recurrent_gla(query, key, value, g, **slots))
+        jax.eval_shape(lambda: ejkernel.kda(query, key, value, g, beta, normalize=True, **slots))
+        jax.eval_shape(lambda: ejkernel.causal_conv1d(query.reshape(9, 32), jnp.ones((4, 32), dtype), **short))
+        jax.eval_shape(lambda: ejkernel.paged_attention(query, key, value, pages, *where))
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def _tile(call: Call, inputs: Inputs, query: Array, table: Array, begin: Array, 
         top, weights, shrink = online(carry.top, scores)
         # a weight of 0 does not hide what is not finite
         finite = jnp.isfinite(value)
-        known = finite.all(-1).T & stored  # [Hkv, keys]
-        bad = (allowed & ~known[:, None]).any(-1, keepdims=True)
+        known = finite.all(-1).T & stored[None]  # [Hkv, keys]
+        bad = (allowed[None] & ~known[:, None]).any(-1, keepdims=True)
         added = _product("nrk,knd->nrd", weights, jnp.where(finite, value, 0))
         total = carry.total * shrink + weights.sum(-1, keepdims=True)
         return _Sums(top, total, carry.sums * shrink + added, carry.bad | bad)
