@@ -1,7 +1,6 @@
 """Calls of the delta rule on its kernels, through the fronts, beside their float64 answers."""
 
 import contextlib
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -11,6 +10,7 @@ import numpy as np
 import oracle
 
 import ejkernel
+from ejkernel import _bind
 from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.delta_rule import triton as triton_gpu
 from ejkernel.kernels.delta_rule.call import Call
@@ -24,8 +24,7 @@ def on(kernels):
         assert kernels.supports(call) is None, kernels.supports(call)
         return kernels.run(call, *arrays)
 
-    # the function of the same name hides the module
-    with mock.patch.object(sys.modules["ejkernel.delta_rule"], "dispatch", dispatch):
+    with mock.patch.object(_bind, "dispatch", dispatch):
         yield
 
 

@@ -67,7 +67,7 @@ def tokens(queries, keys):
     return {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
 
-BACKWARD = {"row_means": 1, "query_gradient": 1, "key_gradients": 1}
+BACKWARD = {"row_deltas": 1, "query_gradient": 1, "key_gradients": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Rows of several sequences (`segment_ids`) on the Pallas kernels of both recurrences, in Pallas' interpreter."""
 
 import functools
-import sys
 
 import jax
 import numpy as np
@@ -9,21 +8,19 @@ import pallas_interpreter
 import pytest
 from segment_cases import IDS, Case, arrays_of, assert_matches, check_leaks, one_by_one, results
 
+from ejkernel import _bind
 from ejkernel.kernels.delta_rule import pallas as delta_rule
 from ejkernel.kernels.linear_recurrence import pallas as linear_recurrence
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    def on(kernels):
-        def dispatch(implementations, call, *arrays, platform=None):
-            assert kernels.supports(call) is None, kernels.supports(call)
-            return kernels.run(call, *arrays)
+    def dispatch(implementations, call, *arrays, platform=None):
+        kernels = delta_rule if "beta" in call.dims() else linear_recurrence
+        assert kernels.supports(call) is None, kernels.supports(call)
+        return kernels.run(call, *arrays)
 
-        return dispatch
-
-    for module, kernels in (("linear_attention", linear_recurrence), ("delta_rule", delta_rule)):
-        monkeypatch.setattr(sys.modules[f"ejkernel.{module}"], "dispatch", on(kernels))
+    monkeypatch.setattr(_bind, "dispatch", dispatch)
     with pallas_interpreter.interpreted(monkeypatch):
         yield
 
