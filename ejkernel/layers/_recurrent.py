@@ -85,7 +85,8 @@ class RecurrentLayer(Published):
 
         Args:
             x: `[B, T, width]`, or packed `[T, width]` or `[1, T, width]`.
-            state: The state that an earlier call returned, to continue its sequences; `None` starts from zeros.
+            state: The state that an earlier call returned, to continue its sequences; `None` starts from zeros. The
+                returned state has its dtypes.
             cu_seqlens: Borders of the packed sequences, `[N + 1]`. Tokens past the last border are padding: output 0,
                 no gradient, no effect. Or a `RaggedBatch`, for serving: `state` is then a pool of states, whose slots
                 the batch's sequences read and write.
@@ -100,11 +101,16 @@ class RecurrentLayer(Published):
         x, sequences, batch = layer_input(dims, x, cu_seqlens, segment_ids, self.dtype)
         start = self._checked_state(dims, state) if batch is None else self._checked_pools(dims, state, batch)
         if self.has_step and start.memory is not None and _one_token.applies(x, sequences):
-            return _one_token.in_two_rows(self._decode, x, start)
-        mixed, state = self._mix(x, start, sequences)
+            output, state = _one_token.in_two_rows(self._decode, x, start)
+        else:
+            mixed, state = self._mix(x, start, sequences)
+            output = without_padding(self.out(mixed.astype(x.dtype)), sequences)
         if batch is not None:
-            state = state._replace(position=None)
-        return without_padding(self.out(mixed.astype(x.dtype)), sequences), state
+            return output, state._replace(position=None)
+        if state.recent is not None and start.recent is not None:
+            # as it came, so that a state can be carried through a loop
+            state = state._replace(recent=state.recent.astype(start.recent.dtype))
+        return output, state
 
     def _decode(self, x: jax.Array, state: RecurrentState) -> Mixed:
         results = self._step(x, state)

@@ -149,6 +149,20 @@ def test_dtypes(published, layer, run, x):
     assert jax.tree.map(lambda a: (a.shape, a.dtype), again) == jax.tree.map(lambda a: (a.shape, a.dtype), after)
 
 
+def test_a_loop_carries_an_empty_cache_of_another_dtype(layer, x):
+    """`jax.lax.scan` refuses a carry whose dtype changes."""
+    tokens = jnp.moveaxis(x.astype(jnp.bfloat16), 1, 0)[:, :, None]
+
+    def step(cache, token):
+        output, cache = layer(token, cache)
+        return cache, output
+
+    cache = layer.empty_cache(len(x), TOKENS)
+    after, output = jax.eval_shape(lambda cache, tokens: jax.lax.scan(step, cache, tokens), cache, tokens)
+    assert output.dtype == jnp.bfloat16
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == jax.tree.map(lambda a: (a.shape, a.dtype), cache)
+
+
 @pytest.mark.parametrize("power", [0, 60, 100])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norms_of_vectors_of_any_size(power, dtype):
@@ -347,6 +361,11 @@ def test_nothing_to_do(layer, run, shape):
     jax.tree.map(np.testing.assert_array_equal, after, carried)
 
 
+def test_rows_of_no_tokens(layer, run_segments):
+    output, _ = run_segments(jnp.ones((2, 0, WIDTH)), jnp.zeros((2, 0), jnp.int32), None)
+    assert output.shape == (2, 0, WIDTH)
+
+
 @pytest.mark.parametrize("tokens, borders", [((0,), [0]), ((1, 3), [0, 0, 0])], ids=["no sequences", "empty ones"])
 def test_nothing_packed(layer, run, tokens, borders):
     """No sequences, or empty ones, which keep their states; all tokens are padding."""
@@ -419,11 +438,12 @@ def test_forward_mode_of_a_training_step(layer, x, x64):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64], ids=lambda each: each.__name__)
 def test_nothing_is_left_to_promotion(published, dtype, x64):
-    """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences continued.
+    """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences, segment ids.
 
     float32 parameters, except that a float64 input has float64 ones; borders are int64 there.
     """
     cu_seqlens, steps = jnp.array([0, 3, 3, 8]), jnp.array([0, 1, 1, 2])
+    ids = jnp.array([[0] * 4 + [2] * 5, [-1] * 2 + [3] * 7])
     x = jnp.ones((2, TOKENS, WIDTH), dtype)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         layer = nnx.eval_shape(lambda: published.make(param_dtype=dtype if dtype == jnp.float64 else jnp.float32))
@@ -438,7 +458,8 @@ def test_nothing_is_left_to_promotion(published, dtype, x64):
             step, state = layer(x[:, PROMPT : PROMPT + 1], state)
             packed, states = layer(x[0], None, cu_seqlens)
             more, states = layer(x[:1, :2], states, steps)
-            return output, step, packed, more
+            rows, _ = layer(x, segment_ids=ids)
+            return output, step, packed, more, rows
 
         def loss(variables, x):
             outputs = calls(variables, x)

@@ -39,8 +39,8 @@ def runs(ids: jax.Array) -> Runs:
     ends = valid & jnp.concatenate([change, border], 1)
     begin = lax.cummax(jnp.where(begins, token, 0), axis=1)
     end = lax.cummin(jnp.where(ends, token + 1, T), axis=1, reverse=True)
-    row_begin = jnp.where(valid, token, T).min(1, keepdims=True)
-    return Runs(valid, begin, end, row_begin, jnp.where(valid, token + 1, 0).max(1, keepdims=True))
+    row_begin = jnp.where(valid, token, T).min(1, keepdims=True, initial=T)
+    return Runs(valid, begin, end, row_begin, jnp.where(valid, token + 1, 0).max(1, keepdims=True, initial=0))
 
 
 def first_tokens(call: Call, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
