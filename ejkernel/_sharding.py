@@ -36,19 +36,30 @@ def left_to_xla(mesh: AnyMesh | None = None, mapped: bool = False) -> bool:
 def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:
     """`run(*arrays)` with all `Explicit` axes made `Auto`; its results are sharded by the specs `results`.
 
-    `mesh` is by default the mesh that the arrays are on.
+    `mesh` is by default the mesh that the arrays are on. Axes of the specs that are `Auto` already stay with XLA.
     """
     mesh = explicit_mesh(*arrays) if mesh is None else mesh
     if mesh is None or not mesh.explicit_axes:
         return run(*arrays)
-    # shardings rather than specs, as the caller need not have entered the mesh by `jax.set_mesh`
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=is_spec)
+
+    def explicit(spec: PartitionSpec) -> NamedSharding:
+        parts = [tuple(axis for axis in axes_of(part) if axis in mesh.explicit_axes) or None for part in spec]
+        # a sharding rather than a spec, as the caller need not have entered the mesh by `jax.set_mesh`
+        return NamedSharding(mesh, PartitionSpec(*parts))
+
+    shardings = jax.tree.map(explicit, results, is_leaf=is_spec)
     return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
     """The spec of `x`: over which `Explicit` axes each dimension is sharded."""
     return jax.typeof(x).sharding.spec
+
+
+def reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    """`x` in another shape, whose dimensions are sharded over `Explicit` axes by `spec`."""
+    mesh = explicit_mesh(x)
+    return jnp.reshape(x, shape, out_sharding=None if mesh is None else NamedSharding(mesh, spec))
 
 
 def broadcast_rows(x: jax.Array, shape: tuple[int, ...], like: jax.Array) -> jax.Array:

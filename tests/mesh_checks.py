@@ -562,6 +562,64 @@ def decoding():
     assert program.memory_analysis().alias_size_in_bytes == state.nbytes // 4
 
 
+def one_program():
+    """An op and ops whose tokens are sharded, rows of several sequences too, on a mesh with some `Explicit` axes."""
+    random = np.random.default_rng(9)
+    x, heads = (random.normal(size=(2, 8, 2, 4)).astype(np.float32) for _ in range(2))
+    ids = INTEGERS["segment_ids"]
+
+    def run(x, heads, **over):
+        module = parallel if over else ejkernel
+        outputs = (
+            module.recurrent_gla(x, x, x, -abs(x), segment_ids=ids, **over)[0],
+            module.flash_attention(x, x, x, causal=True, segment_ids=ids, **over),
+            ejkernel.recurrent_gla(heads, heads, heads, -abs(heads))[0],
+        )
+        return sum(jnp.sin(each).sum() for each in outputs)
+
+    whole = jax.jit(jax.grad(run, (0, 1)))(x, heads)
+    for kinds in ((EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)):
+        mesh = jax.make_mesh((2, 2), ("time", "heads"), axis_types=kinds, devices=jax.devices()[:4])
+        placed = (
+            jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "time", "heads"))),
+            jax.device_put(heads, jax.NamedSharding(mesh, jax.P(None, None, "heads"))),
+        )
+        spread = functools.partial(run, axis_name="time", mesh=mesh)
+        for one, wanted in zip(jax.jit(jax.grad(spread, (0, 1)))(*placed), whole, strict=True):
+            assert_close(one, wanted, 1e-5, f"{kinds}")
+
+
+def pools():
+    """Calls with pools have the bits that they have on one device, with heads, rows or both sharded."""
+    random = np.random.default_rng(8)
+    slots = {"reads": np.array([0, -1, 2, 5], np.int32), "writes": np.array([1, 3, -1, 0], np.int32)}
+    shapes = (4, 3, 4, 8), (4, 3, 4), (6, 4, 8, 8), (6, 2, 4)
+    x, gate, states, inputs = (random.normal(size=each).astype(np.float32) for each in shapes)
+
+    def recurrence(x, gate, states, **slots):
+        return ejkernel.kda(x, x, x, -abs(x), jax.nn.sigmoid(gate), normalize=True, states=states, **slots)
+
+    def convolution(x, states, **slots):
+        return ejkernel.causal_conv1d(x, jnp.ones((3, 4), np.float32), states=states, **slots)
+
+    for kind, rows, heads in itertools.product((AUTO, EXPLICIT), (None, "rows"), (None, "heads")):
+        mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+        tokens = jax.P(rows, None, heads)
+        for run, arrays, specs in (
+            (recurrence, (x, gate, states), (tokens, tokens, jax.P(None, heads))),
+            (convolution, (gate, inputs), (tokens, jax.P(None, None, heads))),
+        ):
+            places = [jax.NamedSharding(mesh, each) for each in specs]
+            placed = jax.device_put(arrays, tuple(places)), jax.device_put(slots, jax.NamedSharding(mesh, jax.P(rows)))
+            with warnings.catch_warnings(action="ignore", category=ejkernel.GatheredWarning):
+                program = jax.jit(run).lower(*placed[0], **placed[1]).compile()
+            what = f"{run.__name__}, {kind.name}, {rows} by {heads}"
+            assert rows or not hlo.collectives(program.as_text()), what
+            wanted = jax.jit(run)(*arrays, **slots)
+            for one, expected in zip(program(*placed[0], **placed[1]), wanted, strict=True):
+                np.testing.assert_array_equal(one, expected, what)
+
+
 def explicit_utilities():
     """Sums over sharded time, packing of sharded rows, and reordered tokens."""
     for i, op in enumerate(UTILITIES):
@@ -572,6 +630,6 @@ PARTS = {
     each.__name__: each
     for each in (
         *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
-        *(gathers, dropout, parts, shared_heads, transformed, short_rows, decoding),
+        *(gathers, dropout, parts, shared_heads, transformed, short_rows, decoding, pools, one_program),
     )
 }

@@ -84,9 +84,17 @@ def _is_partitioned(module: Any) -> bool:
     return shardy and not exported and "tpu" not in module.platforms
 
 
-@functools.cache
 def needs_devices() -> Any:
-    """A parameter for primitives that are lowered here. JAX tells their lowering rule the devices because of it."""
+    """A parameter for primitives that are lowered here. JAX tells their lowering rule the devices because of it.
+
+    `None` inside a `shard_map`, where XLA partitions no primitive: with it, JAX refuses programs that have one mesh
+    with both `Explicit` and `Auto` axes, which `_sharding.partitioned` makes.
+    """
+    return None if jax.sharding.get_abstract_mesh().manual_axes else _devices_parameter()
+
+
+@functools.cache
+def _devices_parameter() -> Any:
     from jax.experimental.custom_partitioning import custom_partitioning
 
     function = custom_partitioning(lambda x: x)

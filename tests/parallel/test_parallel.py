@@ -16,6 +16,7 @@ PARTS = [
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_heads", "auto_heads", "gathers", "dropout"),
     ("parts", "shared_heads", "transformed", "short_rows", "decoding"),
+    ("pools", "one_program"),
     ("explicit_time", "explicit_utilities"),
     (
         "ring_values",

@@ -176,9 +176,11 @@ class TokenWalk(NamedTuple):
         return state, state, output
 
     def _dithered(self, gate: jax.Array, token: Any) -> jax.Array:
-        # by the token's key, not by its number, which is 0 at every token of decoding: so it is the same however cut
-        number = lax.bitcast_convert_type(token.key.astype(jnp.float32).sum(), jnp.int32)
-        return token_walk._dithered(gate, number)
+        # by the token's key, not by its number, which is 0 at every token of decoding: so it is the same however cut;
+        # and by each head's key alone, so that it is the same on devices that share the heads
+        bits = lax.bitcast_convert_type(token.key.astype(jnp.float32), jnp.uint32)
+        number = bits.sum(-1, dtype=jnp.uint32, keepdims=True)
+        return token_walk._dithered(gate, jnp.repeat(number, self.call.heads // number.shape[2], axis=2))
 
 
 class ChunkWalk(NamedTuple):
