@@ -139,6 +139,18 @@ def test_bounded_gates_in_other_dtypes(monkeypatch, gate, dtype):
     check(replace(BOUNDED, gate=gate, tokens=40), dtype)
 
 
+def test_bounded_gates_beside_large_numbers(monkeypatch):
+    """Up to what docs/numerics.md promises: inverted decays of 70 bits times 2^44."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(32, 32))
+    case = replace(BOUNDED, gate="all -6", tokens=40)
+    arrays = inputs(case, "bfloat16")
+    arrays["value"] *= 2**22
+    found, cotangents = with_gradients(case, arrays)
+    cotangents = tuple(x * 2**22 for x in cotangents)
+    found, _ = with_gradients(case, arrays, cotangents)
+    assert_matches(found, answers(case, arrays, cotangents), TOLERANCE["bfloat16"])
+
+
 ALIKE = Case("alike", tokens=140, keys="nearly equal", key_dim=32, value_dim=32, **ONE)
 
 

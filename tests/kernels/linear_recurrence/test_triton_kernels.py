@@ -446,6 +446,18 @@ def test_largest_blocks(monkeypatch, wide, gate):
     check(Case("large", T=75, B=1, gate=gate, dtype="float32" if wide else "bfloat16"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bounded_gates_beside_large_numbers(monkeypatch, dtype):
+    """Up to what docs/numerics.md promises: inverted decays of 70 bits times 2^44."""
+    monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, chunk=32))
+    case = replace(BASE, gate="all -6", dtype=dtype, T=40)
+    (query, key, value, *rest), (d_output, d_last) = make(case)
+    cotangents = d_output * 2**22, d_last * 2**22
+    # a gate's gradient is what is left of terms that cancel, as in `check_arrays`
+    tolerance = {"other": TOLERANCE[dtype]["other"], "decay": 2e-4 if dtype == "float32" else 1e-2}
+    check_arrays(case, (query, key, value * 2**22, *rest), cotangents, tolerance)
+
+
 def test_bounded_gates_where_all_else_is_far(monkeypatch):
     """Gates of -6, and one token alone reads another 15 before it: 130 bits are left of that, and not 0."""
     monkeypatch.setattr(configs, "configure", lambda *_: replace(SMALL, chunk=64, group=4, output=Tile(32, warps=8)))
