@@ -48,7 +48,7 @@ def _stream(call: Call, ids: jax.Array) -> Stream:
     flat = replace(call, batch=1, tokens=B * T, sequences=B, packed=True, segmented=False)
     C, G = layout.chunk_size(flat), layout.together(flat)
     found = runs(ids)
-    token = jnp.arange(T, dtype=np.int32)
+    token = jnp.arange(T, dtype=np.int32)[None]
     starts = (found.valid & ((token - found.begin) % C == 0)).reshape(-1)
     bound, count = -(-(B * T) // G) * G, starts.sum(dtype=np.int32)
     (low,) = jnp.nonzero(starts, size=bound)

@@ -21,12 +21,12 @@ class Runs(NamedTuple):
 
     def first_visited(self, call: Call) -> jax.Array:
         """Whether a token is the first of its sequence to be visited."""
-        token = jnp.arange(call.tokens, dtype=np.int32)
+        token = jnp.arange(call.tokens, dtype=np.int32)[None]
         return self.valid & (token == (self.end - 1 if call.reverse else self.begin))
 
     def first_of_row(self, call: Call) -> jax.Array:
         """Whether a token is the first of its row to be visited."""
-        token = jnp.arange(call.tokens, dtype=np.int32)
+        token = jnp.arange(call.tokens, dtype=np.int32)[None]
         return token == (self.row_end - 1 if call.reverse else self.row_begin)
 
 
