@@ -27,11 +27,11 @@ OTHER_WORDS = {
     "block_sizes": "block_size",
     "segment_ids": "seq_idx",
     "cu_seqlens_kv": "cu_seqlens_k",
-    "cu_seqlens": "cu_seqlens_q cu_seqlens_k",
+    "cu_seqlens": "cu_seqlens_q cu_seqlens_k query_start_loc",
     "query_offset": "query_offsets",
     "platform": "implementation backend",
     "normalize": "use_qk_l2norm_in_kernel",
-    "initial_state": "initial_states h0",
+    "initial_state": "initial_states h0 conv_state",
     "g": "gate log_decay gk",
     "g_gamma": "log_decay gamma",
     "beta": "b",
@@ -45,7 +45,9 @@ CALLED = {
 INSTEAD = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask"), "padding is what has a negative id in 'segment_ids'"),
     **dict.fromkeys(("causal", "is_causal"), "a recurrence is causal; 'reverse' visits the tokens last to first"),
-    "output_final_state": "the final state is always returned, after the output",
+    **dict.fromkeys(
+        ("output_final_state", "return_final_states"), "the final state is always returned, after the output"
+    ),
     "head_first": "arrays are [B, T, H, D], heads after time",
     "enable_gqa": "key and value may have fewer heads than the query, without being asked to",
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "not needed: 'cu_seqlens' says it all"),
@@ -57,7 +59,7 @@ INSTEAD = {
     "alibi_slopes": "give what they make as 'bias'",
     "chunk_size": "the library chooses it",
     "use_qk_l2norm_in_kernel": "normalize query and key before the call",
-    "use_gate_in_kernel": "compute the log decay 'g' before the call",
+    **dict.fromkeys(("use_gate_in_kernel", "A_log", "dt_bias"), "compute the log decay 'g' before the call"),
     **dict.fromkeys(("need_weights", "output_attentions"), "ejkernel.attention returns its weights"),
     "return_lse": "ejkernel.flash_attention returns it",
     "cu_seqlens": "ejkernel.flash_attention takes packed sequences",

@@ -344,7 +344,7 @@ def _bind(
         # a learned scale has a gradient, which only arrays carry
         factor = _checks.scalar("softmax_scale", scale).astype(wide)
         # kept wide: scaled, a half-precision query would be rounded once more, or overflow
-        query, scale = query.astype(wide) * factor, 1.0
+        query, scale = _scaled(query.astype(wide), factor), 1.0
     call = Call(
         batch=dims["B"],
         queries=dims["S"],
@@ -370,6 +370,21 @@ def _bind(
     )
     words = None if dropout_key is None else dropout_words(dropout_key)
     return call, (query, key, value, mask, bias, sinks, words)
+
+
+@jax.custom_jvp
+def _scaled(query: Array, factor: Array) -> Array:
+    """`query · factor`, whose derivative by `factor` leaves out queries that are NaN or inf.
+
+    Such a query makes its own gradients NaN where it attends to anything. Padding may hold it too, and has no effect.
+    """
+    return query * factor
+
+
+@_scaled.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (query, factor), (d_query, d_factor) = primals, tangents
+    return _scaled(query, factor), d_query * factor + jnp.where(jnp.isfinite(query), query, 0) * d_factor
 
 
 def _mask_and_bias(dims: _checks.Dims, mask: Any, bias: Any, init_bias: Any) -> tuple[Array | None, Array | None]:

@@ -177,3 +177,24 @@ def test_ids_that_int32_does_not_hold(dtype, x64):
 
 def test_cases_have_what_the_contract_names():
     assert any((case.options["segment_ids"] < 0).all(1).any() for case in SEGMENTED)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("by", ["segment_ids", "cu_seqlens", "attention_mask"])
+def test_padding_has_no_effect_on_the_gradient_of_the_scale(by, bad):
+    query, key, value = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
+    says = {
+        "segment_ids": np.array([[0, 0, 1, 1, -1, -1]]),
+        "cu_seqlens": np.array([0, 2, 4]),
+        "attention_mask": (np.arange(6) < 4)[None, None, :, None] & (np.arange(6) < 4),
+    }
+    padded = [jnp.asarray(x).at[:, 4:].set(bad) for x in (query, key, value)]
+
+    def derivatives(arrays):
+        def run(scale):
+            return flash_attention(*arrays, softmax_scale=scale, **{by: says[by]})[:, :4].sum()
+
+        return jax.grad(run)(jnp.float32(0.3)), jax.jvp(run, (jnp.float32(0.3),), (jnp.float32(1),))[1]
+
+    for result, expected in zip(derivatives(padded), derivatives([query, key, value]), strict=True):
+        assert result == expected

@@ -105,6 +105,13 @@ ROWS = [
             heads() | {"g": (2, 20, 4)},
             dtype,
         ),
+        Row("parallel.retention, segments", partial(parallel.retention, **TIME, segment_ids=SEGMENTS), heads(), dtype),
+        Row(
+            "parallel.delta_rule, segments",
+            partial(parallel.delta_rule, **TIME, segment_ids=SEGMENTS),
+            heads() | {"beta": (2, 20, 4)},
+            dtype,
+        ),
         Row("parallel.retention, packed", partial(parallel.retention, **TIME, **PADDED), heads((20,)), dtype),
         Row(
             "local sum, packed",
@@ -128,7 +135,7 @@ STREAM = {name: shape[1:] for name, shape in LINEAR.items()}
 STATES, GAMMA = {"initial_state": (2, 4, 8, 6)}, {"g_gamma": (1, 4)}
 GATES = {"g": (2, 70, 4, 8), "gk": (2, 70, 4, 1), "gv": (2, 70, 4, 6)} | GAMMA
 BORDERS = {"cu_seqlens": np.array([0, 3, 3, 40, 66], np.int32)}
-IDS = np.arange(140).reshape(2, 70) // 9 - 1
+ROWS_OF_SEVERAL = {"segment_ids": np.arange(140).reshape(2, 70) // 9 - 1}
 SEVERAL = {"g": (70, 4, 8), "g_gamma": (4, 4), "initial_state": (4, 4, 8, 6)}
 SIGNAL = {"x": (2, 70, 5), "weight": (4, 5), "bias": (5,)}
 NORMAL = {name: partial(getattr(ejkernel, name), normalize=True) for name in ("delta_rule", "gated_delta_rule", "kda")}
@@ -163,14 +170,9 @@ ROWS += [
         Row("simple_gla, packed", partial(ejkernel.simple_gla, **BORDERS), STREAM | {"g": (70, 4)}, dtype),
         Row("recurrent_gla", ejkernel.recurrent_gla, LINEAR | STATES | {"g": (2, 70, 4, 8)}, dtype),
         Row("recurrent_gla, packed", partial(ejkernel.recurrent_gla, **BORDERS), STREAM | SEVERAL, dtype),
-        Row(
-            "recurrent_gla, segments",
-            partial(ejkernel.recurrent_gla, segment_ids=IDS),
-            LINEAR | STATES | {"g": (2, 70, 4, 8)},
-            dtype,
-        ),
         Row("recurrent, all gates", ejkernel.recurrent, LINEAR | GATES | STATES, dtype),
         Row("recurrent, gv packed", partial(ejkernel.recurrent, **BORDERS), STREAM | {"gv": (70, 4, 6)}, dtype),
+        Row("recurrent, segments", partial(ejkernel.recurrent, **ROWS_OF_SEVERAL), LINEAR | GATES | STATES, dtype),
         Row("recurrent, one token", of_any_length(ejkernel.recurrent, 1), LINEAR | GATES | STATES, dtype),
         Row("recurrent, few tokens", of_any_length(ejkernel.recurrent, 5), LINEAR | GATES | STATES, dtype),
         Row("causal_conv1d", partial(ejkernel.causal_conv1d, activation="silu"), SIGNAL, dtype),
@@ -183,7 +185,7 @@ ROWS += [
         ),
         Row(
             "causal_conv1d, segments",
-            partial(ejkernel.causal_conv1d, segment_ids=IDS),
+            partial(ejkernel.causal_conv1d, **ROWS_OF_SEVERAL),
             SIGNAL | {"initial_state": (2, 3, 5)},
             dtype,
         ),
@@ -202,7 +204,7 @@ ROWS += [
         ),
         Row(
             "kda, segments",
-            partial(NORMAL["kda"], segment_ids=IDS),
+            partial(NORMAL["kda"], **ROWS_OF_SEVERAL),
             LINEAR | {"g": (2, 70, 4, 8), "beta": (2, 70, 4)},
             dtype,
         ),
@@ -210,6 +212,12 @@ ROWS += [
             "kda, packed",
             partial(NORMAL["kda"], **BORDERS),
             STREAM | {"g": (70, 4, 8), "beta": (70, 4), "initial_state": (4, 4, 8, 6)},
+            dtype,
+        ),
+        Row(
+            "kda, segments",
+            partial(NORMAL["kda"], **ROWS_OF_SEVERAL, reverse=True),
+            LINEAR | {"g": (2, 70, 4, 8), "beta": (2, 70, 4)},
             dtype,
         ),
         Row(

@@ -186,7 +186,8 @@ class Static:
         facts = jnp.stack([x.astype(ids.dtype) for x in (visited[:, 0], visited[:, -1], local.valid.any(1), several)])
         # of all slices, in the order in which they are visited; `some` says whether a slice has tokens besides padding
         first, last, some, several = jnp.moveaxis(self.exchange(call.reverse).gather(facts), 1, 0)[:, ::order]
-        slices_before = jnp.cumsum(some > 0, 0) - (some > 0)
+        filled = (some > 0).astype(np.int32)
+        slices_before = jnp.cumsum(filled, 0) - filled
         continues = jnp.concatenate([jnp.zeros_like(first[:1], bool), first[1:] == last[:-1]]) & (first >= 0)
         enters = continues | (slices_before == 0)
         passes = (some == 0) | (enters & (several == 0))

@@ -184,5 +184,8 @@ def _dithered(gate: jax.Array, at: jax.Array) -> jax.Array:
     """
     if gate.dtype != np.float32:
         return gate
-    part = (at.astype(np.uint32) * np.uint32(2654435769)).astype(np.float32) * np.float32(2**-32) - np.float32(0.5)
+    # under `jax.disable_jit` the place is a number of Python's
+    part = (jnp.asarray(at).astype(np.uint32) * np.uint32(2654435769)).astype(np.float32) * np.float32(
+        2**-32
+    ) - np.float32(0.5)
     return gate + part * jnp.where(gate > 0, np.float32(2**-23), np.float32(2**-24))

@@ -38,3 +38,15 @@ def test_gradients_go_by_chunks():
             return gradient.lower(jax.ShapeDtypeStruct((1, 512, 4, 16), np.float32)).as_text()
 
     assert program(SMALL) == program(0)
+
+
+@pytest.mark.parametrize("packing", [{}, {"cu_seqlens": [0, 2, 5]}, {"segment_ids": np.array([[0, 0, 1, 1, -1]])}])
+def test_without_jit(packing):
+    """The places of tokens are then numbers of Python's."""
+    query, key, value, gates = np.random.default_rng(0).normal(size=(4, 1, 5, 2, 4)).astype(np.float32)
+    with token_by_token(SMALL):
+        expected = _xla.recurrent_gla(query, key, value, -np.abs(gates), **packing)
+        with jax.disable_jit():
+            results = _xla.recurrent_gla(query, key, value, -np.abs(gates), **packing)
+    for result, each in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, each, rtol=1e-5, atol=1e-6)

@@ -157,7 +157,8 @@ def over_keys(
         start = jnp.minimum(begin, keys - size)  # the last block reaches back rather than past the end
         position = start + jnp.arange(size, dtype=start.dtype)
         # by row: what lies past one row's last key may be NaN where another row still has keys
-        new = ((position[None] >= jnp.maximum(begin, row_first)) & (position[None] < row_last))[:, None, :, None]
+        new = (position[None] >= jnp.maximum(begin, row_first)) & (position[None] < row_last)
+        new = new[:, None, :, None]
         if p.few:
             bits = (few_queries.bits(p.key), few_queries.bits(p.value))
             key, value = (lax.dynamic_slice_in_dim(each, start, size, 1) for each in bits)
