@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 def common_dtype(*dtypes: Any) -> np.dtype:
     """The dtype that holds all of these by JAX's default promotion, whatever promotion the user has set."""
-    return _common_dtype(dtypes, jax.config.read("jax_enable_x64"))  # type: ignore[attr-defined]  # JAX adds it when imported
+    return _common_dtype(dtypes, jax.config.read("jax_enable_x64"))
 
 
 @functools.cache
