@@ -27,7 +27,8 @@ GATES = {
     "gated_delta_rule": {"g": (H,), "beta": (H,)},
     "kda": {"g": (H, K), "beta": (H,)},
 }
-OPTIMISED = {"xla_backend_optimization_level": 3}
+# as users run it; the tests are compiled without, and bits may depend on it
+OPTIMISED = (("xla_backend_optimization_level", 3),)
 OPTIONS = {"lightning_attn": {"layer_idx": 1, "num_layers": 3}, "gated_delta_rule": {"normalize": True}}
 
 
@@ -44,8 +45,9 @@ def tokens(name, length):
 
 
 @functools.cache
-def compiled(name):
-    return jax.jit(functools.partial(getattr(ejkernel, name), **OPTIONS.get(name, {})))
+def compiled(name, options=()):
+    front = functools.partial(getattr(ejkernel, name), **OPTIONS.get(name, {}))
+    return jax.jit(front, compiler_options=dict(options))
 
 
 def pool(slots=7, dtype=np.float32):
@@ -104,7 +106,7 @@ def test_bits_do_not_depend_on_the_call(name):
         parts = {each: np.concatenate([extra[each], x[low:high], end[each]]) for each, x in given.items()}
         borders = np.array([*range(0, 3 * others + 1, 3), 3 * others + high - low], np.int32)
         fill = [-1] * others
-        output, states = compiled(name)(
+        output, states = compiled(name, OPTIMISED)(
             **parts,
             cu_seqlens=borders,
             states=states,
@@ -120,7 +122,7 @@ def test_bits_do_not_depend_on_the_call(name):
     np.testing.assert_array_equal(np.concatenate([first, second, last]), whole)
     np.testing.assert_array_equal(after[0], states[2])
     rows = {each: np.stack([x[:128], x[128:256]]) for each, x in given.items()}
-    output, _ = compiled(name)(
+    output, _ = compiled(name, OPTIMISED)(
         **rows, states=pool(3), reads=np.array([1, -1], np.int32), writes=np.array([-1, -1], np.int32)
     )
     alone, _ = call(128, 256, pool(4), -1, -1)
@@ -129,11 +131,11 @@ def test_bits_do_not_depend_on_the_call(name):
 
 @pytest.mark.parametrize("name", GATES)
 def test_a_token_alone_has_the_bits_of_a_prompt(name):
-    """Optimised, as users run it: tests are compiled without, and XLA makes other code of arrays of one token."""
+    """XLA makes other code of arrays of one token."""
     given, states = tokens(name, 4), pool()
     front = functools.partial(getattr(ejkernel, name), **OPTIONS.get(name, {}))
     run, step = (
-        jax.jit(functools.partial(front, cu_seqlens=np.array([0, count], np.int32)), compiler_options=OPTIMISED)
+        jax.jit(functools.partial(front, cu_seqlens=np.array([0, count], np.int32)), compiler_options=dict(OPTIMISED))
         for count in (4, 1)
     )
     slot = np.array([2], np.int32)

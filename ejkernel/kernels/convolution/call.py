@@ -43,7 +43,12 @@ class Call:
     @property
     def heads(self) -> int:
         """What a mesh shards along the axis of heads: single channels, or heads if they have norms."""
-        return self.channels // max(self.unit_dim, 1)
+        return self.channels // self.together
+
+    @property
+    def together(self) -> int:
+        """How many channels must stay on one device; `_mesh.split` reads it."""
+        return max(self.unit_dim, 1)
 
     def dims(self) -> dict[str, str]:
         """The axes of the arrays by name, a letter each; `H` is that of channels."""
