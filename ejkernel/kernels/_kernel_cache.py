@@ -9,6 +9,7 @@ import contextvars
 import functools
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -46,6 +47,22 @@ def launches_of_this_pass() -> list[Any]:
 def digest(*parts: object) -> str:
     """A name for something that depends on `parts` only, through their `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def digest_of_sources(module: str) -> str:
+    """A digest of the source of a module, and of all modules of this library that it imports, whatever was used before.
+
+    Triton's own key of a kernel depends on which kernels the process has compiled before it.
+    """
+    sources: dict[str, str] = {}
+    found = [module]
+    while found:
+        name = found.pop()
+        if name not in sources:
+            sources[name] = Path(str(sys.modules[name].__file__)).read_text()
+            found += re.findall(r"^(?:from|import) (ejkernel\.[\w.]+)", sources[name], re.MULTILINE)
+    return digest(sorted(sources.items()))
 
 
 def start(key: str, make: Callable[[], bytes]) -> Future[bytes]:

@@ -193,9 +193,8 @@ class Launch:
         ]
         settings = sorted(each for each in os.environ.items() if each[0].startswith(_COMPILER_SETTINGS))
         types = [(each.shape, str(each.dtype)) for each in (*self.arrays, *self.outputs)]
-        # Triton's key of a kernel is of its source, and of all functions that it calls
-        facts = self.kernel.cache_key, self.kernel.arg_names, types, self.sizes, self.aliases, self.programs, self.tile
-        return _kernel_cache.digest(versions, settings, capability(), *facts, self.constants)
+        facts = self.kernel.identity(), types, self.sizes, self.aliases, self.programs, self.tile, self.constants
+        return _kernel_cache.digest(versions, settings, capability(), *facts)
 
     def compile(self) -> bytes:
         """The compiled kernel as XLA's custom call takes it. jax-triton compiles it when it lowers a call."""
@@ -302,6 +301,10 @@ def flat(kernel: Any, fields: tuple[str, ...], parameters: tuple[str, ...]) -> A
             function.args.args[:1] = [ast.arg(_parameter(name)) for name in parameters]
             function.body.insert(0, packed)
             return ast.fix_missing_locations(tree)
+
+        def identity(self) -> tuple[Any, ...]:
+            """All that its compiled code depends on besides types and constants."""
+            return source.__name__, fields, parameters, _kernel_cache.digest_of_sources(source.__module__)
 
     function = types.FunctionType(source.__code__, source.__globals__ | {"Arrays": _tuple_of(fields)}, source.__name__)
     each = [inspect.Parameter(_parameter(name), inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]

@@ -1,9 +1,11 @@
 """Compiled kernels from one process to the next: what a file's name depends on, and files that are no use."""
 
 import os
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +105,10 @@ def test_a_pass_knows_its_launches():
 
 @dataclass(frozen=True)
 class Kernel:
-    cache_key: str = "source"
-    arg_names: tuple = ("x",)
+    source: str = "source"
+
+    def identity(self):
+        return (self.source,)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,6 @@ LAUNCH = Launch(
     "other",
     [
         {"kernel": Kernel("other source")},
-        {"kernel": Kernel(arg_names=("y",))},
         {"arrays": (jax.ShapeDtypeStruct((4,), jnp.bfloat16),)},
         {"sizes": (4,)},
         {"outputs": (jax.ShapeDtypeStruct((5,), jnp.float32),)},
@@ -154,3 +157,59 @@ def test_a_name_says_chip_versions_and_settings(monkeypatch):
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     names.add(LAUNCH.key())
     assert len(names) == 4
+
+
+def test_a_kernel_has_the_same_name_whatever_was_compiled_before():
+    """Triton's own keys differ, which had a process compile anew what another had compiled in another order."""
+    pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
+    script = """
+import sys
+from ejkernel.kernels import _launch
+from ejkernel.kernels.delta_rule.triton.device import decays
+from ejkernel.kernels.linear_recurrence.triton.device import head_gates
+if len(sys.argv) > 1:
+    head_gates.fold_head_gates.cache_key
+kernel = _launch.flat(decays.prepare_rows, ("x", "y"), ("x",))
+print(kernel.identity(), kernel.cache_key)
+"""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    outputs = []
+    for arguments in ([], ["another first"]):
+        command = [sys.executable, "-c", script, *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, env=compiling)
+        outputs.append(ran.stdout.rsplit(" ", 1))
+    assert outputs[0][0] == outputs[1][0]
+    assert outputs[0][1] != outputs[1][1], "Triton's keys no longer depend on the order: use those"
+
+
+def test_a_kernel_is_named_after_its_source_and_parameters():
+    pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
+    from ejkernel.kernels.delta_rule.triton.device import walk
+
+    kernels = [
+        _launch.flat(*each).identity()
+        for each in (
+            (walk.forward, ("x", "y"), ("x",)),
+            (walk.backward, ("x", "y"), ("x",)),
+            (walk.forward, ("x", "z"), ("x",)),
+            (walk.forward, ("x", "y"), ("y",)),
+        )
+    ]
+    assert len(set(kernels)) == len(kernels)
+
+
+def test_sources_are_those_of_all_modules_that_are_imported(monkeypatch, tmp_path):
+    files = {"a": "from ejkernel.b import x\n", "b": "import ejkernel.a\nx = 1\n", "c": "x = 1\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setitem(sys.modules, f"ejkernel.{name}", SimpleNamespace(__file__=tmp_path / name))
+
+    def digests():
+        _kernel_cache.digest_of_sources.cache_clear()
+        return {name: _kernel_cache.digest_of_sources(f"ejkernel.{name}") for name in files}
+
+    before = digests()
+    (tmp_path / "b").write_text("import ejkernel.a\nx = 2\n")
+    after = digests()
+    _kernel_cache.digest_of_sources.cache_clear()
+    assert [name for name in files if before[name] != after[name]] == ["a", "b"]

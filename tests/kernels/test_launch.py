@@ -62,8 +62,7 @@ class Flat:
     """In the place of a kernel of Triton's."""
 
     given: tuple
-    cache_key = "source"
-    arg_names = ()
+    identity = staticmethod(lambda: "source")
 
 
 def older(asked):
