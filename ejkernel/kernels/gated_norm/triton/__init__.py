@@ -15,15 +15,16 @@ from ejkernel.kernels.gated_norm.call import Call, Inputs, fold
 from ejkernel.xla_utils.utils import cdiv
 
 DEVICE = "ejkernel.kernels.gated_norm.triton.device.rows"
-_LARGEST_DIM = 8192
-_ELEMENTS = 4096  # of an array that a program holds at once, unless a row has more
+_ELEMENTS = 8192  # of an array that a program holds at once; the most dims, too
+_ELEMENTS_OF_WARP = 1024
 _ROWS = 64  # the least rows of a program: in the backward pass, longer programs write fewer partial sums
+_STAGES = 3  # blocks that are loaded ahead, and the one that is computed
 
 
 def supports(call: Call) -> str | None:
     """Why these kernels cannot serve the call, or `None` if they can."""
-    if call.dim > _LARGEST_DIM:
-        return f"more than {_LARGEST_DIM} dims"
+    if call.dim > _ELEMENTS:
+        return f"more than {_ELEMENTS} dims"
     return _launch.refusal([call.dtype], (call.batch, call.tokens, call.heads, call.dim))
 
 
@@ -43,6 +44,7 @@ class Constants:
     block: int  # rows that a program holds at once
     span: int  # rows of a program
     spans: int
+    stages: int
     epsilon: float
     root: float  # of the number of dims
     silu: bool
@@ -52,7 +54,7 @@ class Constants:
 def _constants(call: Call) -> Constants:
     heads = 1 if call.shared_scale else call.heads
     rows, columns = call.batch * call.tokens * call.heads // heads, padded(call.dim)
-    block = min(max(_ELEMENTS // columns, 1), padded(rows, 1))
+    block = min(_ELEMENTS // columns, padded(rows, 1))
     span = min(max(8 * block, _ROWS), cdiv(rows, block) * block)
     return Constants(
         heads=heads,
@@ -62,6 +64,7 @@ def _constants(call: Call) -> Constants:
         block=block,
         span=span,
         spans=cdiv(rows, span),
+        stages=_STAGES,
         epsilon=call.dim * call.epsilon,
         root=math.sqrt(call.dim),
         silu=call.activation == "silu",
@@ -71,15 +74,14 @@ def _constants(call: Call) -> Constants:
 
 def _launch_rows(kernel: str, constants: Constants, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
     """Runs a kernel over all rows."""
+    elements = constants.block * constants.columns
     return _launch.launch(
         getattr(importlib.import_module(DEVICE), kernel),
         inputs,
         outputs,
         constants=constants,
         programs=constants.spans * constants.heads,
-        tile=Tile(
-            constants.block, constants.columns, warps=min(max(constants.block * constants.columns // 512, 1), 16)
-        ),
+        tile=Tile(constants.block, constants.columns, warps=max(elements // _ELEMENTS_OF_WARP, 1)),
     )
 
 

@@ -10,7 +10,7 @@ from ejkernel.kernels.chunks.triton.device.heads import SMALL, inverse_norm
 def forward(p, CALL: tl.constexpr):
     i_head, i_first, o_d, m_d = _locate(CALL)
     b_scale, b_skip = _load_parameters(p, i_head, o_d, m_d, CALL)
-    for i_row in range(i_first, i_first + CALL.span, CALL.block):
+    for i_row in tl.range(i_first, i_first + CALL.span, CALL.block, num_stages=CALL.stages):
         o, m = _places(i_head, i_row, o_d, m_d, CALL)
         b_x, b_share, _ = _load(p, o, m, b_skip, CALL)
         if CALL.gate_first:
@@ -30,7 +30,7 @@ def backward(p, CALL: tl.constexpr):
     b_scale, b_skip = _load_parameters(p, i_head, o_d, m_d, CALL)
     b_d_scale = tl.zeros([COLUMNS], tl.float32)
     b_d_skip = tl.zeros([COLUMNS], tl.float32)
-    for i_row in range(i_first, i_first + CALL.span, CALL.block):
+    for i_row in tl.range(i_first, i_first + CALL.span, CALL.block, num_stages=CALL.stages):
         o, m = _places(i_head, i_row, o_d, m_d, CALL)
         b_x, b_share, b_slope = _load(p, o, m, b_skip, CALL)
         b_d = tl.load(p.d_output + o, mask=m, other=0.0).to(tl.float32)
