@@ -21,8 +21,9 @@ from triton_interpreter import GPU, MARKS, kernels
 
 pytestmark = MARKS
 # the smallest tiles that dots take, and few keys a range: each by a program of its own, or all by one
-APART = triton.Plan(Tile(16, 16), keys=64)
+APART = triton.Plan(Tile(16, 16), Tile(16, 16), keys=64)
 TOGETHER = replace(APART, largest_sums=0)
+TALL = replace(TOGETHER, whole=Tile(32, 16))
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def serve(monkeypatch):
 NAMES = ["odd pages", "one token each", "window", "window, cap, sinks", "latent", "large dims", "bfloat16"]
 
 
-@pytest.mark.parametrize("plan", [APART, TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("plan", [APART, TOGETHER, TALL], ids=["apart", "together", "tall"])
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers(serve, name, plan):
     check(serve, CASES[name], plan, 3e-2 if "16" in name else 1e-5)
@@ -74,6 +75,23 @@ def test_dims_of_models(serve, case, dtype):
     """By the tiles of this GPU, with pages of the dtype of the queries."""
     tolerance = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
     check(serve, replace(case, dtype=dtype, cached=dtype), None, tolerance)
+
+
+@pytest.mark.skipif(not GPU, reason="NumPy's products round by the number of rows")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: f"{case.dims[0]}")
+def test_bits_do_not_depend_on_the_tile(serve, case, dtype, monkeypatch):
+    """By the tiles of this GPU: ranges of keys in programs of their own, and in one."""
+    serve(None)
+    case = replace(case, dtype=dtype, cached=dtype)
+    options, given = options_of(case), arrays(case)
+    apart, _ = paged_attention(*given, **options)
+    plan_of = triton.Plan.of
+    monkeypatch.setattr(triton.Plan, "of", lambda call: replace(plan_of(call), largest_sums=0))
+    jax.clear_caches()
+    together, _ = paged_attention(*given, **options)
+    np.testing.assert_array_equal(np.asarray(together, np.float32), np.asarray(apart, np.float32))
+    jax.clear_caches()
 
 
 def test_missing_pages_and_later_nan(serve):

@@ -24,7 +24,7 @@ _LARGEST = {"D": 576, "Dv": 512}
 # Split keys: how many are summed by one program, so that few queries of many keys fill a GPU.
 RANGE = 1024
 # The most bytes of sums over ranges; calls with more queries fill a GPU without split keys.
-LARGEST_SUMS = 64 * 2**20
+LARGEST_SUMS = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +55,28 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def tile_of(call: Call) -> Tile:
-    """The tile of a call, which depends on dims, dtypes and device alone.
+def tile_of(call: Call, split: bool = True) -> Tile:
+    """The tile of a call, with split keys or without.
 
-    A warpgroup multiplies 64 rows; in decoding most of them are idle.
+    What a row adds up, in which order, depends on the tile's columns alone, and these on dims, dtypes and device. A
+    warpgroup multiplies 64 rows; in decoding most of them are idle. The table of pages is fetched ahead of the pages,
+    which takes every other stage.
     """
     largest = padded(max(min(call.key_dim, 512), call.value_dim))
     bytes_each = 2 if _half(call) else 4
     row = largest * bytes_each  # of a tile
-    if row <= 256:
-        return Tile(64, 64, warps=4, stages=2)
     large = MEMORY.get(_launch.capability() or 90) == LARGE
+    if row <= 256:
+        if not large:
+            return Tile(64, 64, warps=4, stages=2)
+        # sums of a range beside those of the ranges before it would not fit in the registers of four warps
+        return Tile(64, 64, warps=4, stages=5) if split else Tile(128, 64, warps=8, stages=5)
     if bytes_each == 4 and not large:
         return Tile(32, 16, warps=4) if row <= 512 else Tile(16, 16, warps=4)
     if row <= 512:
-        return Tile(64, 32, warps=8, stages=2 if large else 1)
+        return Tile(64, 32, warps=8, stages=5 if large else 1)
     if row <= 1024:
-        return Tile(64, 32, warps=8) if large else Tile(32, 16, warps=4)
+        return Tile(64, 32, warps=8, stages=5) if large else Tile(32, 16, warps=4)
     return Tile(32, 16, warps=8)
 
 
@@ -82,11 +87,16 @@ def _half(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that a call runs with: its tile, keys of a range, and the most bytes of sums over ranges."""
+    """Sizes that a call runs with: its tiles, keys of a range, and the most bytes of sums over ranges."""
 
-    tile: Tile
+    tile: Tile  # with split keys
+    whole: Tile  # without
     keys: int = RANGE
     largest_sums: int = LARGEST_SUMS
+
+    @staticmethod
+    def of(call: Call) -> "Plan":
+        return Plan(tile_of(call), tile_of(call, split=False))
 
 
 def run(call: Call, *arrays: Array | None, plan: Plan | None = None) -> Any:
@@ -94,19 +104,20 @@ def run(call: Call, *arrays: Array | None, plan: Plan | None = None) -> Any:
     inputs = Inputs(*arrays)  # type: ignore[arg-type]
     where = places(call, inputs)
     inputs = xla.write(call, inputs, where)
-    output = _attend(call, _varying.align(inputs), where, plan or Plan(tile_of(call)))
+    output = _attend(call, _varying.align(inputs), where, plan or Plan.of(call))
     return xla.finished(call, output, where)[None], inputs.key_pages, inputs.value_pages
 
 
 def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
-    tile, keys = plan.tile, plan.keys
-    device = importlib.import_module(DEVICE)
-    group = min(padded(call.groups, 1), tile.rows)
-    size = tile.rows // group
+    keys, device = plan.keys, importlib.import_module(DEVICE)
+    group, size = _rows_and_queries(call, plan.tile)
     count = -(-call.places * call.page // keys)
     if call.left is not None:
         count = min(count, (call.left + size) // keys + 2)
     sums = count * call.tokens * call.heads * (call.value_dim + 3) * 4
+    split = 1 < count and sums <= plan.largest_sums
+    tile = plan.tile if split else plan.whole
+    group, size = _rows_and_queries(call, tile)
     half = _half(call)
     common = constants.common(call, inputs.sinks, full_precision=not half)
     known = Constants(
@@ -119,13 +130,12 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
         group_block=group,
         row_blocks=-(-call.groups // group),
         range=keys,
-        parts=count if 1 < count and sums <= plan.largest_sums else 1,
+        parts=count if split else 1,
         latent=call.latent,
         windowed=call.left is not None,
     )
     numbered = _numbered_tiles(call, where, size)
     parts, rows = known.parts, (call.tokens, call.heads)
-    split = parts > 1
     output = shape(*rows, call.value_dim, dtype=call.dtype)
     query = inputs.query[0]
     arrays = {
@@ -167,6 +177,12 @@ def _attend(call: Call, inputs: Inputs, where: Places, plan: Plan) -> Array:
         tile=Tile(1, warps=4 if call.value_dim > 128 else 1),
     )
     return joined.output
+
+
+def _rows_and_queries(call: Call, tile: Tile) -> tuple[int, int]:
+    """The rows that a query takes in a tile, those of the heads that share a key head, and the queries of a tile."""
+    group = min(padded(call.groups, 1), tile.rows)
+    return group, tile.rows // group
 
 
 def _numbered_tiles(call: Call, where: Places, size: int) -> dict[str, Array]:

@@ -54,63 +54,105 @@ def load_page_rows(pages, o_row, m_row, i_kv, FIRST: tl.constexpr, DIMS: tl.cons
     """`DIMS` dims, from `FIRST` on, of the rows `o_row` of all pages in the key head `i_kv`."""
     o_d = FIRST + tl.arange(0, DIMS)
     p_tile = pages + (o_row[:, None] * HKV + i_kv) * DIM + o_d[None, :]
-    return tl.load(p_tile, mask=m_row[:, None] & (o_d[None, :] < DIM), other=0.0).to(dtype)
+    m_tile = m_row[:, None]
+    if FIRST + DIMS > DIM:
+        m_tile = m_tile & (o_d[None, :] < DIM)
+    return tl.load(p_tile, mask=m_tile, other=0.0).to(dtype)
 
 
 @triton.jit
-def range_sums(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL: tl.constexpr):
-    """The sums over the keys from `i_from` to `i_to` of sequence `n`, which has `end` tokens, for rows at `o_at`."""
-    BN: tl.constexpr = CALL.columns
-    PAGE: tl.constexpr = CALL.page
-    HKV: tl.constexpr = CALL.kv_heads
-    o_n = tl.arange(0, BN)
-    b_top, b_total, b_sum, b_bad = initial_sums(CALL.rows, CALL.value_block)
-    for i_k in range(i_from, i_to, BN):
-        o_j = i_k + o_n
-        i_place = o_j // PAGE
+def rows_of_keys(p, n, o_j, i_k, CALL: tl.constexpr):
+    """The rows of keys `o_j`, from `i_k` on, of sequence `n` among those of all pages; and whether they have a page."""
+    if CALL.page % CALL.columns == 0:
+        # a block of keys lies in one page
+        i_place = i_k // CALL.page
+        i_page = tl.load(p.table + n * p.M + i_place, mask=i_place < p.M, other=-1)
+        m_page = (o_j >= 0) & (i_page >= 0) & (i_page < p.P)
+        o_row = i_page.to(tl.int64) * CALL.page + i_k % CALL.page + tl.arange(0, CALL.columns)
+    else:
+        i_place = o_j // CALL.page
         i_page = tl.load(p.table + n * p.M + i_place, mask=i_place < p.M, other=-1)
         m_page = (i_page >= 0) & (i_page < p.P)
-        m_j = m_page & (o_j < end)
-        o_row = i_page.to(tl.int64) * PAGE + o_j % PAGE
-        b_k = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.key_block, CALL.key_dim, HKV, b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
-        if CALL.rest_block:
-            b_k_rest = load_page_rows(
-                p.key_pages, o_row, m_j, i_kv, CALL.key_block, CALL.rest_block, CALL.key_dim, HKV, b_q.dtype
-            )
-            b_s = tl.dot(b_q_rest, tl.trans(b_k_rest), b_s, input_precision=CALL.precision)
-        if CALL.cap > 0:
-            b_s = tanh(b_s * (CALL.scale / CALL.cap), False) * (CALL.cap * LOG2E)
-        else:
-            b_s = b_s * (CALL.scale * LOG2E)
+        o_row = i_page.to(tl.int64) * CALL.page + o_j % CALL.page
+    return o_row, m_page
+
+
+@triton.jit
+def block_sums(sums, b_q, b_q_rest, p, n, i_kv, i_k, end, o_at, EDGE: tl.constexpr, CALL: tl.constexpr):
+    """`sums` with the block of keys from `i_k` on added, for rows at `o_at` of sequence `n`, which has `end` tokens.
+
+    At an EDGE, some rows do not see some of the keys. Elsewhere values go from their pages to the product as they are.
+    """
+    b_top, b_total, b_sum, b_bad = sums
+    HKV: tl.constexpr = CALL.kv_heads
+    o_j = i_k + tl.arange(0, CALL.columns)
+    o_row, m_page = rows_of_keys(p, n, o_j, i_k, CALL)
+    m_j = m_page
+    if EDGE:
+        m_j = m_j & (o_j < end)
+    b_k = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.key_block, CALL.key_dim, HKV, b_q.dtype)
+    if CALL.latent and CALL.value_block == CALL.key_block and CALL.value_block == CALL.value_dim:
+        b_v = b_k
+    elif CALL.latent:
+        b_v = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.key_dim, HKV, b_q.dtype)
+        if CALL.value_block != CALL.value_dim:
+            b_v = tl.where((tl.arange(0, CALL.value_block) < CALL.value_dim)[None, :], b_v, 0.0)
+    else:
+        b_v = load_page_rows(p.value_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.value_dim, HKV, b_q.dtype)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=CALL.precision)
+    if CALL.rest_block:
+        b_k_rest = load_page_rows(
+            p.key_pages, o_row, m_j, i_kv, CALL.key_block, CALL.rest_block, CALL.key_dim, HKV, b_q.dtype
+        )
+        b_s = tl.dot(b_q_rest, tl.trans(b_k_rest), b_s, input_precision=CALL.precision)
+    if CALL.cap > 0:
+        b_s = tanh(b_s * (CALL.scale / CALL.cap), False) * (CALL.cap * LOG2E)
+    else:
+        b_s = b_s * (CALL.scale * LOG2E)
+    m_known = m_page
+    if EDGE:
         m_seen = (o_j[None, :] <= o_at[:, None]) & (o_j < end)[None, :]
         if CALL.windowed:
             m_seen = m_seen & (o_j[None, :] >= o_at[:, None] - p.left)
         b_s = tl.where(m_seen, b_s, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_s, 1))
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_base[:, None])
-        b_shrink = tl.exp2(b_top - b_base)
-        b_top = b_new
-        b_total = b_total * b_shrink + tl.sum(b_p, 1)
-        if CALL.latent:
-            b_v = load_page_rows(p.key_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.key_dim, HKV, b_q.dtype)
-            if CALL.value_block != CALL.value_dim:
-                b_v = tl.where((tl.arange(0, CALL.value_block) < CALL.value_dim)[None, :], b_v, 0.0)
-        else:
-            b_v = load_page_rows(p.value_pages, o_row, m_j, i_kv, 0, CALL.value_block, CALL.value_dim, HKV, b_q.dtype)
-        m_known = m_page
-        at_edge = i_k + BN > begin
-        if CALL.windowed:
-            at_edge = at_edge | (i_k < begin + CALL.size - p.left)
-        if at_edge:
-            # some rows do not see some of these values, which must not matter then even if they are NaN: 0 · NaN is NaN
-            m_finite = tl.abs(b_v.to(tl.float32)) < float("inf")
-            m_known = m_known & (tl.min(m_finite.to(tl.int32), 1) > 0)
-            b_v = tl.where(m_finite, b_v, 0.0)
+        # values that a row does not see must not matter even if they are NaN: 0 · NaN is NaN
+        m_finite = tl.abs(b_v.to(tl.float32)) < float("inf")
+        m_known = m_known & (tl.min(m_finite.to(tl.int32), 1) > 0)
+        b_v = tl.where(m_finite, b_v, 0.0)
         b_bad = tl.maximum(b_bad, tl.max((m_seen & ~m_known[None, :]).to(tl.int32), 1))
-        b_sum = tl.dot(b_p.to(b_v.dtype), b_v, b_sum * b_shrink[:, None], input_precision=CALL.precision)
-    return b_top, b_total, b_sum, b_bad
+    else:
+        b_bad = tl.maximum(b_bad, tl.max((~m_known).to(tl.int32), 0))
+    b_new = tl.maximum(b_top, tl.max(b_s, 1))
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_shrink = tl.exp2(b_top - b_base)
+    b_total = b_total * b_shrink + tl.sum(b_p, 1)
+    b_sum = tl.dot(b_p.to(b_v.dtype), b_v, b_sum * b_shrink[:, None], input_precision=CALL.precision)
+    return b_new, b_total, b_sum, b_bad
+
+
+@triton.jit
+def sums_of_range(b_q, b_q_rest, p, n, i_kv, i_range, low, high, end, begin, o_at, CALL: tl.constexpr):
+    """The sums over one range of the keys of sequence `n`, which has `end` tokens, for rows at `o_at`.
+
+    Rows see keys from `low` to `high`. Blocks of keys begin at multiples of their size, whatever the window.
+    """
+    BN: tl.constexpr = CALL.columns
+    i_from = tl.maximum(i_range * CALL.range, low // BN * BN)
+    i_to = tl.minimum(i_range * CALL.range + CALL.range, high)
+    sums = initial_sums(CALL.rows, CALL.value_block)
+    # all rows see the blocks from `i_inner` to `i_edge`
+    i_inner = i_from
+    if CALL.windowed:
+        i_inner = tl.minimum(tl.maximum(i_from, tl.cdiv(begin + CALL.size - p.left, BN) * BN), i_to)
+        for i_k in tl.range(i_from, i_inner, BN, num_stages=1):
+            sums = block_sums(sums, b_q, b_q_rest, p, n, i_kv, i_k, end, o_at, True, CALL)
+    i_edge = tl.maximum(tl.minimum(begin // BN * BN, i_to), i_inner)
+    for i_k in range(i_inner, i_edge, BN):
+        sums = block_sums(sums, b_q, b_q_rest, p, n, i_kv, i_k, end, o_at, False, CALL)
+    for i_k in tl.range(i_edge, i_to, BN, num_stages=1):
+        sums = block_sums(sums, b_q, b_q_rest, p, n, i_kv, i_k, end, o_at, True, CALL)
+    return sums
 
 
 @triton.jit
@@ -118,7 +160,6 @@ def attend(p, CALL: tl.constexpr):
     """The output of a tile of queries of the heads that share a key head, or the sums over one range of its keys."""
     HKV: tl.constexpr = CALL.kv_heads
     G: tl.constexpr = CALL.heads // HKV
-    RANGE: tl.constexpr = CALL.range
     i_program = tl.program_id(0)
     i_part = i_program % CALL.parts
     i_rows = i_program // CALL.parts % CALL.row_blocks
@@ -135,11 +176,7 @@ def attend(p, CALL: tl.constexpr):
     low = high * 0
     if CALL.windowed:
         low = tl.maximum(begin - p.left, 0)
-    i_first = low // RANGE
-    i_last = tl.cdiv(high, RANGE)
-    if CALL.parts > 1:
-        i_first = i_first + i_part
-        i_last = tl.minimum(i_first + 1, i_last)
+    i_first = low // CALL.range
     o_m = tl.arange(0, CALL.rows)
     o_q = o_m // CALL.group_block
     o_g = i_rows * CALL.rows + o_m % CALL.group_block
@@ -156,12 +193,12 @@ def attend(p, CALL: tl.constexpr):
         o_rest = CALL.key_block + tl.arange(0, CALL.rest_block)
         m_q = m_row[:, None] & (o_rest[None, :] < CALL.key_dim)
         b_q_rest = tl.load(p.query + o_out[:, None] * CALL.key_dim + o_rest[None, :], mask=m_q, other=0.0)
-    sums = initial_sums(CALL.rows, CALL.value_block)
-    for i_range in range(i_first, i_last):
-        # blocks begin at multiples of their size, whatever the window
-        i_from = tl.maximum(i_range * RANGE, low // CALL.columns * CALL.columns)
-        i_to = tl.minimum(i_range * RANGE + RANGE, high)
-        sums = merged(sums, *range_sums(b_q, b_q_rest, p, n, i_kv, i_from, i_to, end, begin, o_at, CALL))
+    if CALL.parts > 1:
+        sums = sums_of_range(b_q, b_q_rest, p, n, i_kv, i_first + i_part, low, high, end, begin, o_at, CALL)
+    else:
+        sums = initial_sums(CALL.rows, CALL.value_block)
+        for i_range in range(i_first, tl.cdiv(high, CALL.range)):
+            sums = merged(sums, *sums_of_range(b_q, b_q_rest, p, n, i_kv, i_range, low, high, end, begin, o_at, CALL))
     o_dv = tl.arange(0, CALL.value_block)
     m_out = m_row[:, None] & (o_dv[None, :] < CALL.value_dim)
     if CALL.parts > 1:
