@@ -32,7 +32,7 @@ def run(
     call, operands = bind(_packed(arrays._replace(initial_state=None)))
     *inputs, _, cu_seqlens = operands
     writes = pool.writes[:, None] if pool.at is None else pool.writes
-    pooled = PooledCall(call, writes.shape[1])
+    pooled = PooledCall(call, writes.shape[1], query.shape[1])
 
     def serve(*operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return dispatch(implementations, pooled, *operands, platform=platform)

@@ -1,12 +1,14 @@
 """Recurrences that read and write slots of a pool: their numbers, which slots change, and that bits do not."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from linear_attention_cases import GATES as STRENGTHS
 
 import ejkernel
 from ejkernel._pools import PooledCall
@@ -42,6 +44,142 @@ def tokens(name, length):
     if "beta" in arrays:
         arrays["key"] /= np.linalg.norm(arrays["key"], axis=-1, keepdims=True)
     return {each: x.astype(np.float32) for each, x in arrays.items()}
+
+
+# an op, the strength of its gates, and its tokens' dtype: all ways of a kernel through a chunk
+PROMPTS = [
+    ("linear_attention", None, np.float32),
+    ("lightning_attn", None, jnp.float16),
+    ("simple_gla", "ordinary", jnp.bfloat16),
+    ("simple_gla", "mixed", np.float32),
+    ("recurrent_gla", "ordinary", jnp.bfloat16),
+    ("recurrent_gla", "shipped", jnp.bfloat16),
+    ("recurrent_gla", "in turn", jnp.bfloat16),
+    ("recurrent_gla", "mixed", np.float32),
+    ("delta_rule", None, np.float32),
+    ("gated_delta_rule", "resets", jnp.bfloat16),
+    ("gated_delta_rule", "mixed", np.float32),
+    ("kda", "ordinary", jnp.bfloat16),
+    ("kda", "shipped", jnp.bfloat16),
+    ("kda", "in turn", jnp.bfloat16),
+    ("kda", "mixed", np.float32),
+    ("recurrent", "strong", jnp.float16),
+]
+
+
+def prompt(name, strength, dtype, length, dims):
+    """The arrays of a prompt, two heads on one query and key; betas are 0 now and then."""
+    sizes = {H: 2, K: dims[0], V: dims[1]}
+    shapes = {"query": (1, K), "key": (1, K), "value": (H, V), **GATES[name]}
+    shapes = {each: (length, *(sizes.get(size, size) for size in shape)) for each, shape in shapes.items()}
+    arrays = {each: rng.normal(size=shape) for each, shape in shapes.items()}
+    for gate in arrays.keys() & {"g", "gv"}:
+        arrays[gate] = STRENGTHS[strength](rng, (1, *shapes[gate]))[0]
+    if "beta" in arrays:
+        arrays["key"] /= np.linalg.norm(arrays["key"], axis=-1, keepdims=True)
+        arrays["beta"] = rng.random(shapes["beta"]) * (rng.random(shapes["beta"]) < 0.9)
+    halves = "query", "key", "value"
+    return {each: x.astype(dtype if each in halves else np.float32) for each, x in arrays.items()}
+
+
+def exact(name, arrays, start):
+    """Output and final state of one sequence in float64."""
+    arrays = {each: np.asarray(x, np.float64)[None] for each, x in arrays.items()}
+    if name == "lightning_attn":
+        heads = arrays["value"].shape[2]
+        arrays["g_gamma"] = -(8 / heads) * (1 - 1 / 3) * np.arange(heads)
+    if name == "simple_gla":
+        arrays["g"] = arrays["g"][..., None]
+    if name == "gated_delta_rule":
+        for each in ("query", "key"):
+            arrays[each] /= np.sqrt((arrays[each] ** 2).sum(-1, keepdims=True) + 1e-6)
+    op = oracle.delta_rule if "beta" in arrays else oracle.recurrent
+    output, state = op(**arrays, initial_state=start[None].astype(np.float64))[:2]
+    return output[0], state[0]
+
+
+def assert_near(found, expected, dtype):
+    found = np.asarray(found).astype(np.float64)
+    error = np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+    assert error <= (1e-5 if dtype == np.float32 else 8e-3), error
+
+
+def run_pieces(run, pieces, states, padding=0):
+    """The outputs of pieces of sequences in one call, and the pool.
+
+    A piece has its arrays, the slot it starts from, and a list of slots and after how many tokens they are written.
+    """
+    width = max(len(writes) for *_, writes in pieces)
+    slots = np.array([[*writes, *[(-1, -1)] * (width - len(writes))] for *_, writes in pieces], np.int32)
+    end = {each: np.full_like(x, np.nan, shape=(padding, *x.shape[1:])) for each, x in pieces[0][0].items()}
+    borders = np.cumsum([0] + [len(arrays["query"]) for arrays, *_ in pieces]).astype(np.int32)
+    output, states = run(
+        **{each: np.concatenate([arrays[each] for arrays, *_ in pieces] + [end[each]]) for each in end},
+        cu_seqlens=borders,
+        states=states,
+        reads=np.array([read for _, read, _ in pieces], np.int32),
+        writes=slots[..., 0],
+        at=slots[..., 1],
+    )
+    output = np.asarray(output)
+    assert not output[borders[-1] :].any()
+    return [output[low:high] for low, high in itertools.pairwise(borders)], states
+
+
+def check_prompts(run, name, strength, dtype, dims=(K, V)):
+    """Prompts of many lengths in one call, with states inside, against float64; nothing else changes."""
+    states = np.full((24, 2, *dims), np.nan, np.float32)
+    states[:4] = rng.normal(size=states[:4].shape)
+    # the second and the third swap slots; the fifth has no slot, the last none that exists
+    lengths, reads = (16, 17, 64, 144, 145, 0, 257, 3), (0, 1, 2, -1, 3, 3, 0, 99)
+    writes = [
+        [(4, 16), (5, 0), (6, 3)],
+        [(2, 17), (7, 16)],
+        [(1, 64), (8, 63)],
+        [(9, 144), (10, 128), (11, 130)],
+        [(12, 145), (13, 1), (14, 0)],
+        [(15, 0), (16, 1)],
+        [(17, 257), (18, 129), (19, 256), (-1, 40), (20, 250)],
+        [(21, 3), (99, 2)],
+    ]
+    arrays = [prompt(name, strength, dtype, length, dims) for length in lengths]
+    pieces = list(zip(arrays, reads, writes, strict=True))
+    outputs, after = run_pieces(run, pieces, states, padding=5)
+    after, written = np.asarray(after), set()
+    for (given, read, slots), output in zip(pieces, outputs, strict=True):
+        start = states[read] if 0 <= read < 24 else np.zeros_like(states[0])
+        if len(output):
+            assert_near(output, exact(name, given, start)[0], dtype)
+        for slot, at in slots:
+            if at <= len(output) and 0 <= slot < 24:
+                state = exact(name, {each: x[:at] for each, x in given.items()}, start)[1] if at else start
+                assert_near(after[slot], state, dtype)
+                written.add(slot)
+    rest = [slot for slot in range(24) if slot not in written]
+    np.testing.assert_array_equal(after[rest], states[rest])
+
+
+def check_bits_of_prompts(run, name, strength, dtype, length, dims=(K, V)):
+    """A prompt has the same bits whole and alone, and cut at multiples of 128 beside others, in other slots."""
+    given, start = prompt(name, strength, dtype, length, dims), rng.normal(size=(2, *dims))
+    states = np.full((20, 2, *dims), np.nan, np.float32)
+    states[1] = states[11] = start
+    marks = [0, 77, 128, 128 + length % 128, length - 1]
+    writes = [(2, length), *((3 + i, at) for i, at in enumerate(marks))]
+    (whole,), after = run_pieces(run, [(given, 1, writes)], states)
+    pieces, read = [], 11
+    for low, high, beside in ((0, 128, (3, 130)), (128, length, (0, 16, 40))):
+        part = {each: x[low:high] for each, x in given.items()}
+        inside = [(13 + i, at - low) for i, at in enumerate(marks) if low <= at <= high and (at > low or low == 0)]
+        others = [(prompt(name, strength, dtype, each, dims), 1, [(19, each)]) for each in beside]
+        for each in others[1:]:
+            each[0]["value"][:] = np.nan
+        call = [*others[:1], (part, read, [(12, high - low), *inside]), *others[1:]]
+        outputs, states = run_pieces(run, call, states, padding=7)
+        pieces, read = [*pieces, outputs[1]], 12
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    np.testing.assert_array_equal(states[12], after[2])
+    np.testing.assert_array_equal(states[13 : 13 + len(marks)], after[3 : 3 + len(marks)])
 
 
 @functools.cache
@@ -127,6 +265,16 @@ def test_bits_do_not_depend_on_the_call(name):
     )
     alone, _ = call(128, 256, pool(4), -1, -1)
     np.testing.assert_array_equal(output[1], alone)
+
+
+@pytest.mark.parametrize("name, strength, dtype", PROMPTS[::2])
+def test_prompts(name, strength, dtype):
+    check_prompts(compiled(name), name, strength, dtype)
+
+
+@pytest.mark.parametrize("name, strength, dtype", PROMPTS[::3])
+def test_bits_of_prompts(name, strength, dtype):
+    check_bits_of_prompts(compiled(name, OPTIMISED), name, strength, dtype, 257)
 
 
 @pytest.mark.parametrize("name", GATES)

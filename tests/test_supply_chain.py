@@ -31,7 +31,7 @@ BY_NAME = {
     "kernels/attention/triton/launcher.py": ["DEVICE"],
     "kernels/chunks/pallas/pools.py": ["DEVICE"],
     "kernels/chunks/triton/packing.py": ["LISTS"],
-    "kernels/chunks/triton/pools.py": ["SLOTS"],
+    "kernels/chunks/triton/pools.py": ["SLOTS", "TABLES"],
     "kernels/chunks/triton/step.py": ["DEVICE"],
     "kernels/convolution/pallas/__init__.py": ["DEVICE"],
     "kernels/convolution/triton/__init__.py": ["DEVICE"],

@@ -73,7 +73,7 @@ def main(capability, dtype, dims, decay):
             if kind == "pooled":
                 slots = jnp.zeros((1, 1), jnp.int32)
                 others = jnp.asarray([0, 256], jnp.int32), jnp.zeros((3, 1, key_dim, value_dim)), slots[0], slots, slots
-                pooled = PooledCall(replace(call, packed=True), 1)
+                pooled = PooledCall(replace(call, packed=True), 1, 256)
                 jax.jit(lambda: triton_gpu.run_pooled(pooled, *arrays[:5], *others)).lower()
                 return
             # lowered, not only traced: what a backward pass launches is found then

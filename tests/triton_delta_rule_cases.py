@@ -114,7 +114,7 @@ def compiled_call(dtype, key_dim, value_dim, decay, tokens=256):
         if kind == "pooled":
             slots = jnp.zeros((1, 1), jnp.int32)
             others = jnp.asarray([0, tokens], jnp.int32), jnp.zeros((3, 1, key_dim, value_dim)), slots[0], slots, slots
-            return triton_gpu.run_pooled(PooledCall(call, 1), *arrays[:-1], *others)
+            return triton_gpu.run_pooled(PooledCall(call, 1, tokens), *arrays[:-1], *others)
         results, pull = jax.vjp(lambda *x: triton_gpu.run(call, *x, ids), *arrays)
         return pull(results)
 

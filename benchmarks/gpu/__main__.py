@@ -50,6 +50,7 @@ FIRST = [
     "kernels/attention/test_triton_attention_gpu.py",
     "kernels/attention/test_triton_paged.py",
     "kernels/chunks/test_triton_segments.py",
+    "kernels/chunks/test_triton_pools.py",
     "kernels/attention/test_cudnn_attention.py",
     "test_bits.py",
 ]

@@ -108,7 +108,10 @@ WORKS = [
     # at most 1.5 times one token of as many
     pool("four drafts", "gated_delta_rule", 64, 4, keep=True),
     pool("one token of 64", "gated_delta_rule", 64, 1),
-    pool("prompts", "gated_delta_rule", 8, 512),
+    pool("gla, prompts", "recurrent_gla", 8, 512),
+    pool("gla, one prompt of 8192", "recurrent_gla", 1, 8192),
+    pool("gated delta rule, prompts", "gated_delta_rule", 8, 512),
+    pool("gated delta rule, one prompt of 8192", "gated_delta_rule", 1, 8192),
     convolution("convolution, one token"),
 ]
 

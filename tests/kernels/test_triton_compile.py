@@ -53,6 +53,22 @@ FEW_DELTA_RULE = [
 ]
 
 
+POOLED_KERNELS = {"make_tables", "hold", "walk_prompts", "step"}
+EVERY_POOLED = list(
+    itertools.product(KIBIBYTES, DTYPES, ("128x128", "256x256", "24x8"), [f"{each}+pooled" for each in DECAYS[:4]])
+)
+FEW_POOLED = [(90, "bfloat16", "128x128", "key+pooled"), (80, "bfloat16", "128x64", "head+pooled")]
+EVERY_DELTA_POOLED = list(
+    itertools.product(
+        KIBIBYTES,
+        ("bfloat16", "float32"),
+        ("128x128", "256x256", "24x8"),
+        [f"{each}+pooled" for each in DELTA_DECAYS[:3]],
+    )
+)
+FEW_DELTA_POOLED = [(90, "float32", "64x24", "head+pooled"), (90, "bfloat16", "128x128", "none+pooled")]
+
+
 EVERY_ATTENTION = [
     *itertools.product(KIBIBYTES, DTYPES, (64, 128, 192, 256), KINDS),
     *itertools.product(KIBIBYTES, DTYPES[:2], (512,), KINDS),
@@ -112,8 +128,8 @@ SCRIPTS = [
         EVERY_ATTENTION if THOROUGH else FEW_ATTENTION,
         {"query_gradient", "key_gradients", "tangent"},
     ),
-    ("triton_compile.py", [(90, "bfloat16", "128x128", "key+pooled")], {"hold", "step"}),
-    ("triton_compile_delta_rule.py", [(90, "float32", "64x24", "head+pooled")], {"hold", "step"}),
+    ("triton_compile.py", EVERY_POOLED if THOROUGH else FEW_POOLED, POOLED_KERNELS),
+    ("triton_compile_delta_rule.py", EVERY_DELTA_POOLED if THOROUGH else FEW_DELTA_POOLED, POOLED_KERNELS),
     ("triton_compile_paged.py", EVERY_PAGED if THOROUGH else FEW_PAGED, {"attend"}),
     ("triton_compile_step.py", EVERY_STEP if THOROUGH else FEW_STEP, {"step"}),
     ("triton_compile_step.py", EVERY_ROTARY if THOROUGH else FEW_ROTARY, {"rotate_and_store"}),

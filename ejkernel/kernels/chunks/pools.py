@@ -36,6 +36,7 @@ class PooledCall:
 
     call: Any
     checkpoints: int  # C
+    longest: int  # the most tokens that a sequence may have: those of a batch's rows, of a packed stream all
 
     @property
     def heads(self) -> int:

@@ -7,18 +7,34 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_pools import GATES, OPTIONS, H, K, V, pool, rng, tokens
+from test_pools import (
+    GATES,
+    OPTIONS,
+    PROMPTS,
+    H,
+    K,
+    V,
+    check_bits_of_prompts,
+    check_prompts,
+    exact,
+    pool,
+    rng,
+    tokens,
+)
 
 import ejkernel
+from ejkernel.kernels import _launch
 from ejkernel.kernels.chunks.pools import PooledCall
 from ejkernel.kernels.delta_rule import triton as delta_rule
 from ejkernel.kernels.linear_recurrence import triton as linear_recurrence
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra cuda)")
 
-from triton_interpreter import MARKS, kernels
+from triton_interpreter import GPU, MARKS, kernels
 
 pytestmark = MARKS
+# as models have them, where that does not take minutes
+DIMS = (128, 128) if GPU else (K, V)
 DELTAS = ("delta_rule", "gated_delta_rule", "kda")
 
 
@@ -76,10 +92,26 @@ def test_rows_and_the_definition(name, served):
     np.testing.assert_array_equal(after[np.array([1, 3, 4, 5, 6])], states[[1, 3, 4, 5, 6]])
 
 
+@pytest.mark.parametrize("name, strength, dtype", PROMPTS)
+def test_prompts(name, strength, dtype, served):
+    check_prompts(jax.jit(functools.partial(on_triton, name)), name, strength, dtype, DIMS)
+
+
+def test_prompts_with_more_key_dims_than_a_program_has(served):
+    check_prompts(jax.jit(ejkernel.linear_attention), "linear_attention", None, np.float32, (272, 5))
+
+
+@pytest.mark.parametrize("name, strength, dtype", PROMPTS)
+def test_bits_of_prompts(name, strength, dtype, served):
+    # the last tokens go one by one, or by a chunk that is not full
+    length = (261 if dtype == np.float32 else 300) + 768 * GPU
+    check_bits_of_prompts(jax.jit(functools.partial(on_triton, name)), name, strength, dtype, length, DIMS)
+
+
 @pytest.mark.parametrize("name", ["recurrent", "retention", "gated_delta_rule", "kda"])
 def test_bits_do_not_depend_on_the_call(name, served):
-    """One prompt whole, and in pieces of any length beside others, in other slots."""
-    length = 23
+    """A few tokens at once, and in pieces of any length beside others, in other slots."""
+    length = 16
     given = tokens(name, length)
 
     def call(low, high, states, read, write, others=0, padding=0):
@@ -91,9 +123,9 @@ def test_bits_do_not_depend_on_the_call(name, served):
         return np.asarray(output)[3 * others : 3 * others + high - low], states
 
     whole, states = call(0, length, pool(3), -1, 2)
-    first, after = call(0, 16, pool(9), -1, 5, others=2)
-    second, after = call(16, 22, after, 5, 8, others=1, padding=3)
-    last, after = call(22, 23, after, 8, 0)
+    first, after = call(0, 9, pool(9), -1, 5, others=2)
+    second, after = call(9, 15, after, 5, 8, others=1, padding=30)
+    last, after = call(15, 16, after, 8, 0)
     np.testing.assert_array_equal(np.concatenate([first, second, last]), whole)
     np.testing.assert_array_equal(after[0], states[2])
 
@@ -116,9 +148,11 @@ def test_one_token(name, served):
     np.testing.assert_array_equal(after[np.array([0, 4, 5, 6])], states[[0, 4, 5, 6]])
 
 
-def test_pools_of_bfloat16(served):
-    given, states = tokens("kda", 9), pool(dtype=jnp.bfloat16)
-    slots = {"cu_seqlens": np.array([0, 9]), "reads": np.array([1]), "writes": np.array([2])}
+@pytest.mark.parametrize("length", [9, 40, 133])
+def test_pools_of_bfloat16(length, served):
+    """States are rounded where they are written, and not between chunks and single tokens."""
+    given, states = tokens("kda", length), pool(dtype=jnp.bfloat16)
+    slots = {"cu_seqlens": np.array([0, length]), "reads": np.array([1]), "writes": np.array([2])}
     output, after = on_triton("kda", **given, states=states, **slots)
     wide, state = on_triton("kda", **given, states=states.astype(np.float32), **slots)
     assert after.dtype == jnp.bfloat16
@@ -152,13 +186,37 @@ def test_mapped_calls(served):
         jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i], y), found, alone)
 
 
-def test_gates_that_overflow_and_reset(served):
-    given = tokens("recurrent_gla", 6)
+@pytest.mark.parametrize("length", [6, 40])
+@pytest.mark.parametrize("name", ["simple_gla", "recurrent_gla", "gated_delta_rule", "kda"])
+def test_gates_that_overflow_and_reset(name, length, served):
+    """What starts from nothing stays nothing, token by token and by chunks."""
+    given = tokens(name, length)
     given["g"][0], given["g"][3], given["g"][4] = 120.0, -np.inf, -1e4
-    slots = {"cu_seqlens": np.array([0, 6]), "states": pool(), "reads": np.array([-1]), "writes": np.array([0])}
-    output, after = on_triton("recurrent_gla", **given, **slots)
-    since = {each: x[None, 4:] for each, x in given.items()}  # nothing before is left
-    wanted, final = oracle.recurrent(**since)[:2]
+    slots = {"cu_seqlens": np.array([0, length]), "states": pool(), "reads": np.array([-1]), "writes": np.array([0])}
+    output, after = on_triton(name, **given, **slots)
+    since = {each: x[4:] for each, x in given.items()}  # nothing before is left
+    wanted, final = exact(name, since, np.zeros((H, K, V)))
     assert np.isfinite(output).all()
-    np.testing.assert_allclose(output[4:], wanted[0], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(after[0], final[0], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(output[4:], wanted, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(after[0], final, rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(GPU, reason="launches are counted where they are interpreted")
+@pytest.mark.parametrize("name", ["recurrent_gla", "gated_delta_rule"])
+def test_few_tokens_are_not_cut_in_chunks(name, served):
+    launched, launch = [], _launch.launch
+
+    def record(kernel, *arrays, **options):
+        launched.append(kernel.fn.__name__)
+        return launch(kernel, *arrays, **options)
+
+    given, ends = tokens(name, 48), {"states": pool(), "reads": np.array([1, 2, 3]), "writes": np.array([1, 2, 3])}
+    rows = {each: x.reshape(3, 16, *x.shape[1:]) for each, x in given.items()}
+    # undone before `served`, which put the interpreter's `launch` there, takes that away
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "launch", record)
+        by_rows, _ = getattr(ejkernel, name)(**rows, **ends)
+        assert launched == ["make_tables", "hold", "step"]
+        packed, _ = getattr(ejkernel, name)(**given, cu_seqlens=np.array([0, 16, 32, 48]), **ends)
+    assert "walk_prompts" in launched
+    np.testing.assert_array_equal(by_rows.reshape(packed.shape), packed)

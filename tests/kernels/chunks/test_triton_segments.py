@@ -111,6 +111,18 @@ def test_sequences_one_by_one_without_leaks(case):
     check_leaks(case, arrays, ids, cotangents, found)
 
 
+@pytest.mark.skipif(GPU, reason="the tiles of this GPU are tested above")
+@pytest.mark.parametrize("case", [Case("simple_gla"), Case("simple_gla", "resets", "bfloat16", reverse=True)], ids=str)
+def test_one_kernel_for_all_gates(monkeypatch, case):
+    """Few value dims, as Mamba-2's heads on Hopper."""
+    config = replace(LINEAR, output=Tile(32), stages_if_half_full=1)
+    monkeypatch.setattr(configs, "configure", lambda *_: config)
+    arrays, cotangents = arrays_of(case, IDS)
+    found = results(case, arrays, IDS, cotangents)
+    assert_matches(case, found, one_by_one(case, arrays, IDS, cotangents))
+    check_leaks(case, arrays, IDS, cotangents, found)
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -12,6 +12,7 @@ from conftest import assert_close
 from delta_rule_cases import CASES, SHARED, Case
 from triton_delta_rule_cases import (
     answers,
+    assert_as_good_as_rounded,
     assert_exact_where_keys_are_alike,
     assert_matches,
     inputs,
@@ -171,6 +172,37 @@ def test_keys_alike_and_gates_next_to_nothing(monkeypatch, gate, beta):
     arrays = inputs(case, "bfloat16")
     found, cotangents = with_gradients(case, arrays)
     assert_exact_where_keys_are_alike(case, arrays, found, cotangents)
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "kda"])
+@pytest.mark.parametrize("before", [5, 64, 100])
+def test_keys_alike_in_one_of_several_sequences(monkeypatch, op, before):
+    """They are found wherever their sequence begins, behind one that holds NaN; alone it has the same bits."""
+    monkeypatch.setattr(configs, "configure", lambda *_: small(64, 32))
+    gate = {"gate": "tiny", "per_key": True} if op == "kda" else {}
+    case = replace(ALIKE, beta="reflects", tokens=50, **gate)
+    arrays = inputs(case, "bfloat16")
+    alone, cotangents = with_gradients(case, arrays)
+    assert_exact_where_keys_are_alike(case, arrays, alone, cotangents)
+
+    def behind(x):
+        return jnp.concatenate([jnp.full_like(x[:, :1], jnp.nan).repeat(before, 1), x], 1)
+
+    ids = jnp.asarray([[0] * before + [1] * case.tokens], jnp.int32)
+    state = {name: x for name, x in arrays.items() if name == "initial_state"}
+    tokens = {name: x for name, x in arrays.items() if name not in state}
+
+    def of_row(front, ids):
+        return getattr(ejkernel, case.op)(**front, segment_ids=ids, **case.options)[0]
+
+    rows = {name: behind(x) for name, x in tokens.items()}
+    one, pull_one = jax.vjp(lambda x: of_row(x, jnp.ones_like(ids[:, before:])), tokens)
+    both, pull_both = jax.vjp(lambda x: of_row(x, ids), rows)
+    np.testing.assert_array_equal(both[:, before:], one)
+    assert_as_good_as_rounded({"output": one}, answers(case, arrays, cotangents))
+    d_output = cotangents[0].astype(one.dtype)
+    for expected, found in zip(*map(jax.tree.leaves, (pull_one(d_output), pull_both(behind(d_output)))), strict=True):
+        np.testing.assert_array_equal(found[:, before:], expected)
 
 
 def test_without_gradients():

@@ -426,6 +426,35 @@ WIDE = [
 ]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(BASE, name="mild", decay="head", V=16),
+        replace(BASE, name="resets", decay="head", gate="resets", V=16, dtype="bfloat16", T=40, state=False),
+        replace(BASE, name="growing reverse", decay="head", gate="mixed", V=12, reverse=True),
+        replace(BASE, name="packed shared", decay="head", V=16, H=4, shared=(1, 2, 4), dtype="bfloat16", **UNEVEN),
+    ],
+    ids=str,
+)
+def test_few_value_dims_have_one_kernel_for_all_gates(monkeypatch, case):
+    """As the tile of Mamba-2's heads on Hopper, half of whose rows they fill."""
+    monkeypatch.setattr(
+        configs, "configure", lambda *_: replace(SMALL, output=Tile(32, stages=3), stages_if_half_full=2)
+    )
+    walks = []
+    launch = Launcher.launch
+
+    def watched(self, kernel, *given, **constants):
+        if constants.get("walk") is not None and constants["walk"].role in ("output", "dvalue"):
+            walks.append(constants["walk"])
+        return launch(self, kernel, *given, **constants)
+
+    monkeypatch.setattr(Launcher, "launch", watched)
+    check(case)
+    assert {walk.role for walk in walks} == {"output", "dvalue"}
+    assert all(walk.strong and walk.alone for walk in walks)
+
+
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_dims_in_parts(monkeypatch, case):
     """More dims than a program carries, the last part of them not full."""

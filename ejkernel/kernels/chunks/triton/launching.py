@@ -15,6 +15,9 @@ from ejkernel.xla_utils.utils import cdiv
 F32 = jnp.float32
 # Sequences of so few tokens are walked one token at a time.
 FEW_TOKENS = 8
+# In a pool, a sequence's tokens behind the last multiple of 128 go one at a time if they are so few. So drafts have the
+# bits of single tokens, whatever else is in the call.
+MOST_BY_TOKEN = 16
 
 
 def capability() -> int:
@@ -56,6 +59,8 @@ class Constants:
     head_block: int = 0
     start: bool = False  # there is a state, or a cotangent, to start from
     pooled: bool = False  # states are slots of a pool
+    most_by_token: int | None = None  # of a pooled sequence's last tokens, see `MOST_BY_TOKEN`; `None`: all of them
+    inside: bool = False  # token by token to the checkpoints among tokens that go by chunks
     last: bool = False  # the last state, or the cotangent of the first, is wanted
 
     @staticmethod
@@ -90,8 +95,15 @@ class Launcher:
     def config(self) -> Any:
         return self.plan.config
 
+    @property
+    def prompts(self) -> int:
+        """How many sequences of a pool may have tokens that go by chunks."""
+        return 0 if self.packing.prompts is None else self.packing.prompts.shape[0]
+
     def blocks(self, length: int) -> int:
         """Blocks of `length` tokens; of packed sequences, as many as there may be."""
+        if self.prompts:
+            return self.call.tokens // length + self.prompts
         if self.call.packed:
             return self.call.tokens // length + self.call.sequences + 1
         return self.call.batch * cdiv(self.call.tokens, length)
@@ -137,6 +149,7 @@ class Launcher:
         packing = self.packing
         places = {"packing": packing.table, "owner": packing.owners.get(length)}
         places |= {"chunks": packing.chunks, "before": packing.before}
+        places |= {"reads": packing.reads, "prompts": packing.prompts}
         sizes = {"T": self.call.tokens, "N": self.call.sequences, "L": self.plan.segment}
         return _launch.launch(
             kernel,

@@ -38,6 +38,8 @@ class Packing:
         chunks: If rows hold several sequences, the list of each row's chunks: `[B, T + 2]`.
         before: How many of these begin before each multiple of a chunk's size: `[B, cdiv(T, C) + 1]`.
         ids: The ids of the tokens' sequences, for kernels that go token by token: `[B, T]`.
+        reads: If states are slots of a pool, the slot that each sequence starts from, -1 for none: `[N]`.
+        prompts: The sequences of a pool that have chunks, at most so many, then -1.
     """
 
     table: jax.Array | None = None
@@ -45,6 +47,8 @@ class Packing:
     chunks: jax.Array | None = None
     before: jax.Array | None = None
     ids: jax.Array | None = None
+    reads: jax.Array | None = None
+    prompts: jax.Array | None = None
 
     @staticmethod
     def of_call(call: Any, sequences: jax.Array | None, lengths: Sequence[int]) -> "Packing":

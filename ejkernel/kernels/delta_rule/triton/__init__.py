@@ -42,7 +42,8 @@ supports_pooled = pools.supports(supports)
 def run_pooled(pooled: PooledCall, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Output and pool; arrays as `PooledCall` lists them."""
     call, operands = _cast(pooled.call, *arrays)
-    output, states = pools.run(passes.pooled_step, call, *operands)
+    kernels = pools.Kernels(passes.pooled_launcher, passes.step, passes.walk_prompts)
+    output, states = pools.run(kernels, pooled, call, *operands)
     return output.astype(pooled.call.dtype), states
 
 

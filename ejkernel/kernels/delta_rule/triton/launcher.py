@@ -20,12 +20,14 @@ from ejkernel.xla_utils.utils import cdiv
 
 # Modules of device code, not imported at the top of any other, since `import ejkernel` must not import Triton.
 _NAMES = (
+    "bounded_gates",
     "bounded_gradients",
     "decays",
     "folding",
     "gradients",
     "key_gates",
     "key_gradients",
+    "prompts",
     "segments",
     "system",
     "walk",

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.first_gates import entering_states
+from ejkernel.kernels.chunks.triton import step as token_by_token
 from ejkernel.kernels.chunks.triton.launching import has_few_tokens
-from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.chunks.triton.pools import Slots
-from ejkernel.kernels.chunks.triton.step import step
 from ejkernel.kernels.delta_rule.call import Call
 from ejkernel.kernels.delta_rule.triton.launcher import Launcher, Plan, device
 from ejkernel.kernels.delta_rule.triton.systems import Folded, Systems, solve
@@ -49,7 +48,7 @@ def forward(keep: bool, call: Call, plan: Plan, x: Inputs) -> tuple[jax.Array, j
     """Output, final states and, where `keep`, residuals; the token-by-token kernel leaves none."""
     launcher = Launcher.of(call, plan, x.query, x.key, x.value, x.cu_seqlens)
     if has_few_tokens(call):
-        return (*_step(launcher, x), None)
+        return (*step(launcher, x), None)
     return _walk(launcher, keep, x, _start_states(call, x.cu_seqlens, x.log_decay, x.initial_state))
 
 
@@ -328,14 +327,40 @@ def _sum_parts(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3).astype(like.dtype)
 
 
-def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and pool, one token after the other."""
+def pooled_launcher(call: Call, *inputs: Any) -> tuple[Launcher, Inputs]:
+    """The launcher of a call with a pool, as `pools.Kernels` has it."""
     arrays: Any = *inputs, None, None
     x = Inputs(*arrays)
-    launcher = replace(Launcher.of(call, Plan.of(call), x.query, x.key, x.value, None), packing=packing)
-    results = _step(launcher, x, slots)
-    return results.output, results.pool
+    launcher = Launcher.of(call, Plan.of(call), x.query, x.key, x.value, None)
+    # whether keys coincide is found by the sequence, and would depend on where it was cut
+    return replace(launcher, constants=replace(launcher.constants, keys_may_coincide=False)), x
 
 
-def _step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
-    return step(launcher, x, slots, block=launcher.config.step.rows, beta=x.beta)
+def walk_prompts(launcher: Launcher, x: Inputs, slots: Slots) -> Any:
+    """Output, pool and copies, by chunks, as `pools.Kernels` has it."""
+    call, config, in_place = launcher.call, launcher.config, slots.in_place()
+    systems, folded = solve(launcher, False, x.query, x.key, x.beta, x.log_decay)
+    tile = config.forward if call.decay == "key" else config.forward_only
+    block = min(tile.rows, padded(call.value_dim))
+    return launcher.launch(
+        device("prompts").walk_prompts,
+        {
+            **folded._asdict(),
+            **{"value": x.value, "solved_scores": systems.solved_scores, "inverse": systems.inverse},
+            **{"row_scalars": systems.row_scalars, **slots.inputs()},
+        },
+        {
+            "output": launcher.rows(call.value_dim, call.dtype),
+            **{name: shape(*each.shape, dtype=each.dtype) for name, each in in_place.items()},
+        },
+        programs=launcher.prompts * call.heads * cdiv(call.value_dim, block),
+        tile=tile,
+        in_place=in_place,
+        key_block=padded(call.key_dim),
+        value_block=block,
+    )
+
+
+def step(launcher: Launcher, x: Inputs, slots: Slots | None = None, **options: Any) -> Any:
+    """Output and final states, or the pool that has them, token by token."""
+    return token_by_token.step(launcher, x, slots, block=launcher.config.step.rows, beta=x.beta, **options)

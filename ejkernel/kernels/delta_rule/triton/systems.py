@@ -1,5 +1,7 @@
 """The triangular systems of a call's chunks: the launches that solve them, and decay queries and keys on the way."""
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +12,10 @@ from ejkernel.xla_utils.utils import cdiv
 
 # How many numbers each row of a chunk has, which the device code's `decays` lists.
 SCALARS = 5
-# Key dims that a program takes at once where gates are bounded.
-BOUNDED_DIMS = 128
+# Where gates are bounded: key dims that a program takes at once, and heads that it visits one after the other. More
+# heads make fewer programs that have nothing to do in other calls.
+BOUNDED_DIMS = 64
+HEADS_OF_BOUNDED = 4
 
 
 class Folded(NamedTuple):
@@ -100,30 +104,47 @@ def _solve_keyed(launcher: Launcher, keep: bool, inputs: dict[str, Any]) -> tupl
         every = outputs | folded | {"row_scalars": row_scalars}
         solved = launcher.launch(kernel, inputs, every, programs=blocks * call.heads, **exact)
         return _systems(solved, solved), _folded(solved)
-    # mild and bounded gates first, then the chunks whose gates are too strong for that
-    every = outputs | {"row_squares": row_squares} | folded | {"row_scalars": row_scalars}
+    # mild gates first, then the chunks whose gates are bounded, then those whose gates are too strong for that
+    strength = {"strength": launcher.flags(), "any_strong": launcher.any_flags()}
+    bounded = options | {"part_block": min(BOUNDED_DIMS, padded(call.key_dim))}
     first = launcher.launch(
         device("folding").solve_folded,
         inputs,
-        every | {"strength": launcher.flags(), "any_strong": launcher.any_flags()},
+        outputs | {"row_squares": row_squares} | folded | {"row_scalars": row_scalars} | strength,
         programs=blocks * call.heads,
         tile=Tile(padded(call.key_dim)),
         key_block=padded(call.key_dim),
-        part_block=min(BOUNDED_DIMS, padded(call.key_dim)),
-        **options,
+        **bounded,
     )
-    strength = {"strength": first.strength, "any_strong": first.any_strong}
+    solved = first
+    if not launcher.constants.blackwell_safe:
+        heads = math.gcd(call.heads, HEADS_OF_BOUNDED)
+        solved = launcher.launch(
+            device("bounded_gates").solve_bounded,
+            inputs | {"row_scalars": first.row_scalars},
+            outputs | folded | strength,
+            programs=blocks * (call.heads // heads),
+            in_place=_present(first, (*outputs, *folded, *strength)),
+            tile=Tile(64),
+            heads_per_program=heads,
+            **bounded,
+        )
+    known = {name: getattr(solved, name) for name in strength}
     solved = launcher.launch(
         kernel,
-        inputs | strength,
+        inputs | known,
         outputs | folded,
         programs=blocks,
-        in_place={name: x for name in (*outputs, *folded) if (x := getattr(first, name)) is not None},
+        in_place=_present(solved, (*outputs, *folded)),
         flags=padded(call.heads),
         strong=True,
         **exact,
     )
-    return _systems(solved, first), _folded(solved)._replace(**strength)
+    return _systems(solved, first), _folded(solved)._replace(**known)
+
+
+def _present(arrays: Any, names: Iterable[str]) -> dict[str, jax.Array]:
+    return {name: x for name in names if (x := getattr(arrays, name)) is not None}
 
 
 def _systems(solved: Any, rows: Any) -> Systems:

@@ -66,7 +66,9 @@ supports_pooled = pools.supports(supports)
 def run_pooled(pooled: PooledCall, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """Output and pool; arrays as `PooledCall` lists them."""
     call, operands = cast_inputs(pooled.call, *arrays)
-    output, states = pools.run(passes.pooled_step, call, *operands)
+    # value dims that decay have no walk
+    kernels = pools.Kernels(passes.pooled_launcher, passes.step, None if call.value_decay else passes.walk_prompts)
+    output, states = pools.run(kernels, pooled, call, *operands)
     return output.astype(pooled.call.dtype), states
 
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from ejkernel.kernels._launch import Tile
 from ejkernel.kernels._shared_memory import LARGE, MEDIUM, MEMORY, SMALL
 
-_OF_64_ROWS = Tile(64)
-_OF_64_ROWS_8_WARPS = Tile(64, warps=8)
-_OF_128_ROWS = Tile(128, warps=8)
+_OF_32_ROWS, _OF_64_ROWS, _OF_128_ROWS = Tile(32), Tile(64), Tile(128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class Config:
     gradient: Tile
     exact: Tile = _OF_64_ROWS
     bounded: Tile = _OF_128_ROWS
-    bounded_gradients: Tile = _OF_64_ROWS_8_WARPS
+    bounded_gradients: Tile = _OF_32_ROWS
     step: Tile = _OF_64_ROWS
     fill: int
     head_gate_gradient: Tile | None = None
@@ -58,7 +56,7 @@ class Config:
 # fmt: off
 _HALF = {  # bfloat16, by the padded dim of the state's columns
     LARGE: {
-        64: Config(chunk=64, group=4, output=Tile(128, stages=3), gradient=Tile(128, stages=3), fill=132,
+        64: Config(chunk=64, group=4, output=Tile(128, warps=8, stages=3), gradient=Tile(128, stages=3), fill=132,
             head_gate_gradient=Tile(64, stages=3)),
         128: Config(chunk=64, group=4, output=Tile(128, warps=8, stages=3), gradient=Tile(128, warps=8, stages=3),
             fill=132, head_gate_gradient=Tile(64, stages=2), segments=Tile(64, stages=3), unfold=64,

@@ -115,7 +115,8 @@ def _of_bounded(launcher: Launcher, tile: Tile, length: int, parts: bool = False
     call, config = launcher.call, launcher.config
     width = min(tile.rows, padded(call.key_dim))
     programs = launcher.blocks(length) * call.heads * (cdiv(call.key_dim, width) if parts else 1)
-    heads = math.gcd(call.heads, HEADS_OF_BOUNDED) if programs >= 4 * HEADS_OF_BOUNDED * config.fill else 1
+    many = programs >= 4 * HEADS_OF_BOUNDED * config.fill and not launcher.constants.pooled
+    heads = math.gcd(call.heads, HEADS_OF_BOUNDED) if many else 1
     # of each row a thread has two dims at least, as Triton would give threads tokens first
     dims = max(2, config.chunk * width // (32 * tile.warps * 8))
     cut = {"key_block": width, "dims": dims, "log_rows": 3, "heads_at_once": heads}

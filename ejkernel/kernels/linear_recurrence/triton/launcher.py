@@ -51,6 +51,7 @@ class Walk:
     both: bool  # key and value dims decay
     flat: bool  # tiles are summed in one step: rows first does not compile for Blackwell (Triton 3.6)
     strong: bool = False  # the second of two kernels, for strong gates
+    alone: bool = False  # with head gates, the kernel for strong gates takes all
     apart: bool = False  # with key gates, time segments whose chunks are all flagged are left to the second kernel
 
 

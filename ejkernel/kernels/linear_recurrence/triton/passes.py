@@ -1,6 +1,5 @@
 """The forward and the backward of a call, as launches that pass over its tokens."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 from ejkernel.kernels._launch import padded
 from ejkernel.kernels.chunks.triton import step as token_by_token
 from ejkernel.kernels.chunks.triton.launching import F32, has_few_tokens
-from ejkernel.kernels.chunks.triton.packing import Packing
 from ejkernel.kernels.chunks.triton.pools import Slots
 from ejkernel.kernels.linear_recurrence.call import Call
-from ejkernel.kernels.linear_recurrence.triton import across_heads
+from ejkernel.kernels.linear_recurrence.triton import across_heads, walks
 from ejkernel.kernels.linear_recurrence.triton.gates import (
     Gates,
     Hats,
@@ -203,16 +201,21 @@ def _fold(launcher: Launcher, query: jax.Array, key: jax.Array, log_decay: jax.A
     return Prepared(query, key, Gates() if log_decay is None else fold_head_gates(launcher, log_decay))
 
 
-def pooled_step(call: Call, packing: Packing, slots: Slots, *inputs: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and pool, token by token."""
+def pooled_launcher(call: Call, *inputs: Any) -> tuple[Launcher, Inputs]:
+    """The launcher of a call with a pool, as `pools.Kernels` has it."""
     arrays: Any = *inputs, None
-    launcher = replace(Launcher.of(call, Plan.of(call), None), packing=packing)
-    results = step(launcher, Inputs(*arrays), slots)
-    return results.output, results.pool
+    return Launcher.of(call, Plan.of(call), None), Inputs(*arrays)
 
 
-def step(launcher: Launcher, x: Inputs, slots: Slots | None = None) -> Any:
+def walk_prompts(launcher: Launcher, x: Inputs, slots: Slots) -> Any:
+    """Output, pool and copies, by chunks, as `pools.Kernels` has it."""
+    # a state from a slot meets the first gate
+    query, key, gates, _ = _fold(launcher, x.query, x.key, x.log_decay, start=True)
+    return walks.walk_prompts(launcher, query, key, x.value, gates, slots)
+
+
+def step(launcher: Launcher, x: Inputs, slots: Slots | None = None, **options: Any) -> Any:
     """Output and final states, or the pool that has them, token by token."""
     # as much of a state as the registers hold
     block = min(launcher.config.step.rows, 16384 // padded(launcher.call.key_dim))
-    return token_by_token.step(launcher, x, slots, block=block, value_gate=x.value_log_decay)
+    return token_by_token.step(launcher, x, slots, block=block, value_gate=x.value_log_decay, **options)

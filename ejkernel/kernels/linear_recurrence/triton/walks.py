@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels.chunks.triton.launching import F32
+from ejkernel.kernels.chunks.triton.pools import Slots
 from ejkernel.kernels.linear_recurrence.triton.gates import Gates
 from ejkernel.kernels.linear_recurrence.triton.launcher import Launcher, Walk, device
 from ejkernel.xla_utils.utils import cdiv
@@ -77,14 +78,11 @@ def walk(
         # gates of key dims need states as folded rows read them
         border = Border.PRODUCT if not reverse else Border.READ if call.decay == "key" else Border.STATE
     x_dim, z_dim = (call.value_dim, call.key_dim) if by_key else (call.key_dim, call.value_dim)
-    # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
-    fewest = 64 if role in ("output", "dvalue") and call.decay == "key" and config.chunk == 64 else 16
-    block = min(tile.rows, max(padded(z_dim), fewest))
-    half_full = call.decay == "head" and config.stages_if_half_full and 2 * block <= tile.rows
+    block = _rows_of_state(launcher, tile, z_dim, role in ("output", "dvalue"))
+    half_full = call.decay == "head" and config.stages_if_half_full is not None and 2 * block <= tile.rows
     if (role == "output" or every_chunk) and half_full:
         tile = replace(tile, stages=config.stages_if_half_full)
-    # as much of the state a warp as the tile was measured with
-    tile = replace(tile, rows=block, warps=max(4, tile.warps * block // tile.rows))
+    tile = _with_rows(tile, block)
     x_block = min(padded(x_dim), tile.columns)
     sums, parts = cdiv(x_dim, x_block), cdiv(z_dim, block)
     n_segments, n_groups = launcher.blocks(plan.segment), launcher.blocks(config.chunk * plan.group)
@@ -120,8 +118,7 @@ def walk(
         z_dim=z_dim,
         x_block=x_block,
         z_block=block,
-        # one pass of TF32 has float16's digits and float32's range
-        precision="tf32" if launcher.constants.wide else config.precision,
+        precision=_precision(launcher),
         segmented=plan.segmented(call),
         row_dots=w is not None,
         both=other is not None,
@@ -133,13 +130,16 @@ def walk(
     by_token = w is not None and decay == "head" and launcher.by_token
     # the first kernel waits for the scores of flagged chunks: 230 µs instead of 156 (the second one is yet to be timed)
     apart = decay == "key" and role in ("output", "dvalue") and other is None and not call.segmented
+    # programs of half the rows are many, and the kernel for strong gates is almost as fast. Two kernels, in each of
+    # which some programs leave at once, take longer for the gates of Mamba-2 models, some of which are strong
+    alone = decay == "head" and half_full
     in_place: dict[str, jax.Array] | None = None
-    for strong in (False, True) if decay == "head" or apart else (False,):
+    for strong in (True,) if alone else (False, True) if decay == "head" or apart else (False,):
         kernel, timed = device("walk").walk, tile
         if by_token and not strong:
             # two programs a multiprocessor have room for three stages
             kernel, timed = device("row_dots").walk_with_row_dots, replace(tile, stages=3)
-        if strong and call.segmented:
+        if strong and call.segmented and not alone:
             # where each program marks the sequences whose results it stores
             outputs["marks"] = shape(call.batch, call.heads, sums * parts, call.tokens, dtype=jnp.int32)
         results = launcher.launch(
@@ -151,7 +151,7 @@ def walk(
             length=plan.segment,
             # the second kernel completes the first one's results
             in_place=in_place,
-            walk=replace(cut, strong=strong, apart=apart),
+            walk=replace(cut, strong=strong, alone=alone, apart=apart),
             decay=decay,
             reverse=reverse,
             start=start is not None,
@@ -161,9 +161,65 @@ def walk(
         )
         in_place = {name: each for name, each in results._asdict().items() if each is not None}
     output = results.output
-    if sums > 1 and x is not None and not in_parts:
-        output = output.reshape(*output.shape[:3], sums, z_dim).sum(3).astype(dtype)
+    if x is not None and not in_parts:
+        output = _sum_parts(output, sums, z_dim, dtype)
     return Walked(output, results.final, results.row_dots, results.border)
+
+
+def walk_prompts(
+    launcher: Launcher, query: jax.Array, key: jax.Array, value: jax.Array, gates: Gates, slots: Slots
+) -> Any:
+    """Output, pool and copies, for the tokens that go by chunks; queries and keys have their gates folded in."""
+    call, tile = launcher.call, launcher.config.output
+    block = _rows_of_state(launcher, tile, call.value_dim, with_scores=True)
+    key_block = min(padded(call.key_dim), tile.columns)
+    sums, in_place = cdiv(call.key_dim, key_block), slots.in_place()
+    results = launcher.launch(
+        device("prompts").walk_prompts,
+        {
+            **{"query": query, "key": key, "value": value, **slots.inputs()},
+            **{"within": gates.within, "factors": gates.factors, "flag": gates.flag},
+        },
+        {
+            "output": launcher.rows(sums * call.value_dim, call.dtype if sums == 1 else F32),
+            **{name: shape(*each.shape, dtype=each.dtype) for name, each in in_place.items()},
+        },
+        programs=launcher.prompts * call.heads * sums * cdiv(call.value_dim, block),
+        tile=_with_rows(tile, block),
+        in_place=in_place,
+        query_heads=query.shape[2],
+        key_heads=key.shape[2],
+        value_heads=value.shape[2],
+        key_block=key_block,
+        value_block=block,
+        # one gate a sequence has been folded as a gate of each token
+        decay="head" if call.decay == "constant" else call.decay,
+        precision=_precision(launcher),
+    )
+    return results._replace(output=_sum_parts(results.output, sums, call.value_dim, call.dtype))
+
+
+def _rows_of_state(launcher: Launcher, tile: Tile, dim: int, with_scores: bool) -> int:
+    """How many of the `dim` rows of the state a program takes; `with_scores` of key gates in memory."""
+    # Triton 3.6 cannot pipeline scores of 64 rows, which take a warpgroup, beside a smaller product and a branch
+    fewest = 64 if with_scores and launcher.call.decay == "key" and launcher.config.chunk == 64 else 16
+    return min(tile.rows, max(padded(dim), fewest))
+
+
+def _with_rows(tile: Tile, rows: int) -> Tile:
+    """The tile with so many rows, and as much of the state a warp as it was measured with."""
+    return replace(tile, rows=rows, warps=max(4, tile.warps * rows // tile.rows))
+
+
+def _precision(launcher: Launcher) -> str:
+    """That of dots: one pass of TF32 has float16's digits and float32's range."""
+    precision: str = "tf32" if launcher.constants.wide else launcher.config.precision
+    return precision
+
+
+def _sum_parts(output: jax.Array, parts: int, dim: int, dtype: Any) -> jax.Array:
+    """The sum of the parts, side by side, that programs of some dims each have of an output."""
+    return output if parts == 1 else output.reshape(*output.shape[:3], parts, dim).sum(3).astype(dtype)
 
 
 def segments(

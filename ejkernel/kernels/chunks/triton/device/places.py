@@ -12,6 +12,8 @@ import triton.language as tl
 CHUNKS = tl.constexpr(1)
 GROUPS = tl.constexpr(2)
 SEGMENTS = tl.constexpr(3)
+# Cuts of a prompt at multiples of so many tokens change no bit.
+CUTS = tl.constexpr(128)
 # An entry of a row's list of chunks is the chunk's first row and, in the last bits, three facts: the chunk is no
 # padding; it is the first of its sequence; no state passes to it from the chunk before it.
 REAL = tl.constexpr(1)
@@ -33,7 +35,7 @@ class Chunk(NamedTuple):
     i_row: Any  # its first row
     n_read: Any  # the row that ends those that are read
     n_end: Any  # the row that ends those that are written
-    entry: Any  # its entry in the list
+    entry: Any  # its entry in the list; if pooled, whether it is the first of a sequence that starts from no slot
     next_entry: Any  # and that of the next chunk
 
 
@@ -64,6 +66,20 @@ class Block(NamedTuple):
 
 
 @triton.jit
+def rows_by_chunks(n_rows, CALL: tl.constexpr):
+    """How many of a pooled sequence's tokens go by chunks; those behind them go token by token.
+
+    It is a fact of the sequence alone. Of a prompt that is cut at multiples of `CUTS` tokens, each token goes the same
+    way in a piece as it would in the whole.
+    """
+    if CALL.most_by_token is None:
+        return n_rows * 0
+    else:
+        n_last = n_rows % CUTS
+        return n_rows - tl.where(n_last <= CALL.most_by_token, n_last, 0)
+
+
+@triton.jit
 def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
     """The span of the i-th block of L tokens; ROW is the row of the packing table that counts such blocks."""
     if CALL.packed:
@@ -72,6 +88,10 @@ def locate(i_block, p, ROW: tl.constexpr, L, CALL: tl.constexpr):
         n_rows = tl.load(p.packing + i_n + 1) - i_first
         i_j = i_block - tl.load(p.packing + ROW * (p.N + 2) + i_n)
         n_read = tl.where(i_n < p.N, n_rows, 0)
+        if CALL.pooled:
+            # other kernels take the rest, and padding
+            n_read = rows_by_chunks(n_read, CALL)
+            n_rows = n_read
         i_first = i_first.to(tl.int64)
     else:
         n_blocks = tl.cdiv(p.T, L)
@@ -133,7 +153,11 @@ def visit(i_c, i_n, n_rows, n_read, p, CALL: tl.constexpr):
         entry, next_entry = load_entries(i_c, i_n, p)
         return listed_chunk(i_n, entry, next_entry, CALL)
     else:
-        return Chunk(i_n, i_c, i_c * CALL.chunk, n_read, n_rows, 0, 0)
+        facts = 0
+        if CALL.pooled:
+            starts_anew = (i_c == 0) & (tl.load(p.reads + i_n, mask=i_n < p.N, other=0) < 0)
+            facts = tl.where(starts_anew, FIRST | CUT, 0)
+        return Chunk(i_n, i_c, i_c * CALL.chunk, n_read, n_rows, facts, 0)
 
 
 @triton.jit
@@ -159,6 +183,18 @@ def next_entries(i_c, i_n, p, REVERSE: tl.constexpr):
 
 
 @triton.jit
+def chunk_here(i_c, i_n, p, CALL: tl.constexpr):
+    """The i-th chunk of a row's list, loaded once more for what is not fetched ahead.
+
+    What a walk computes for rows that it fetches two chunks ahead would go around its loop twice, in registers that it
+    does not have. This load is another instruction to the compiler, which would else join it with that of
+    `next_entries`.
+    """
+    p_entry = p.chunks + i_n.to(tl.int64) * (p.T + 2) + i_c
+    return listed_chunk(i_n, tl.load(p_entry, cache_modifier=".ca"), tl.load(p_entry + 1, cache_modifier=".ca"), CALL)
+
+
+@triton.jit
 def listed_before(i_n, i_c, p, CALL: tl.constexpr):
     """How many chunks of a row's list begin before row `i_c * chunk`."""
     return tl.load(p.before + i_n.to(tl.int64) * (tl.cdiv(p.T, CALL.chunk) + 1) + i_c)
@@ -181,12 +217,17 @@ def rows_kept(chunk, i_chunk, i_h, p, SIZE: tl.constexpr, CALL: tl.constexpr):
 
 
 @triton.jit
-def load_flag(p_flag, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
-    """A chunk's flag; a listed one's is that of its first row."""
+def flag_at(p_flag, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
+    """Where a chunk's flag lies; a listed one's is that of its first row."""
     if CALL.listed:
-        return tl.load(p_flag + (chunk.i_n.to(tl.int64) * CALL.heads + i_h) * p.T + chunk.i_row)
+        return p_flag + (chunk.i_n.to(tl.int64) * CALL.heads + i_h) * p.T + chunk.i_row
     else:
-        return tl.load(p_flag + i_chunk)
+        return p_flag + i_chunk
+
+
+@triton.jit
+def load_flag(p_flag, chunk, i_chunk, i_h, p, CALL: tl.constexpr):
+    return tl.load(flag_at(p_flag, chunk, i_chunk, i_h, p, CALL))
 
 
 @triton.jit
@@ -243,8 +284,11 @@ def leaves_state(chunk):
 
 @triton.jit
 def after_first_gate(chunk, i_row, CALL: tl.constexpr):
-    """Which rows are not the first of a sequence, whose gate has already been applied to the initial state."""
-    if CALL.listed:
+    """Which rows are not the first of a sequence, whose gate has already been applied to the initial state.
+
+    From a slot of a pool the first gate counts as any other; from nothing it has nothing to decay.
+    """
+    if CALL.listed or CALL.pooled:
         return (i_row > chunk.i_row) | ((chunk.entry & FIRST) == 0)
     else:
         return i_row > 0

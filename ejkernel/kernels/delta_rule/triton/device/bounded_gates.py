@@ -9,10 +9,19 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E
-from ejkernel.kernels.chunks.triton.device.places import after_first_gate, store_tile, token_offsets
+from ejkernel.kernels.chunks.triton.device.places import (
+    after_first_gate,
+    flag_at,
+    load_flag,
+    locate_block,
+    store_tile,
+    token_offsets,
+)
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import coincide
+from ejkernel.kernels.delta_rule.triton.device.decays import BETA, load_scalar, scalars_at
 from ejkernel.kernels.delta_rule.triton.device.gate_strength import BOUNDED, STRONG, store_state_decays
 from ejkernel.kernels.delta_rule.triton.device.inverse import off_diagonal
+from ejkernel.kernels.delta_rule.triton.device.rows import rows_of_block
 from ejkernel.kernels.delta_rule.triton.device.system import solve_system, store_solved_scores
 
 # The most bits that 8 tokens may forget: that decay can be inverted.
@@ -156,13 +165,15 @@ def classify(p, rows, CALL: tl.constexpr):
 
 
 @triton.jit
-def solve_bounded(p, b_beta, rows, CALL: tl.constexpr):
-    """Solves a chunk with bounded gates; returns BOUNDED, or STRONG if keys coincide, and then leaves it to that path.
+def solve_chunk(p, rows, CALL: tl.constexpr):
+    """Folds and solves a chunk with bounded gates.
 
-    Keys that coincide need more digits than these scores have.
+    Keys that coincide need more digits than these scores have: such a chunk is marked as one with strong gates, and
+    left to the kernel of those.
     """
     C: tl.constexpr = CALL.chunk
     BK: tl.constexpr = CALL.part_block
+    b_beta = load_scalar(scalars_at(p.row_scalars, rows, p, CALL), BETA, rows, p, CALL, rows.o_r)
     b_system = tl.zeros([C, C], tl.float32)
     b_score = tl.zeros([C, C], tl.float32)
     # hoisted code would take registers
@@ -170,10 +181,31 @@ def solve_bounded(p, b_beta, rows, CALL: tl.constexpr):
         o_k = i_k * BK + tl.arange(0, BK)
         b_system, b_score = fold_dims(p, rows, o_k, b_system, b_score, CALL)
     b_system = b_system * b_beta[:, None]
-    strength = BOUNDED
     if tl.sum(coincide(tl.sum(b_system * b_system, 1)[None, :], C).to(tl.int32), 0) > 0:
-        strength = STRONG
+        tl.store(flag_at(p.strength, rows.chunk, rows.i_chunk, rows.i_h, p, CALL), STRONG)
+        if CALL.listed:
+            tl.store(p.any_strong + rows.i_chunk, 1)
     else:
         b_inverse = solve_system(p, b_system, b_beta, rows, CALL)
         store_solved_scores(p, b_score, b_inverse, rows, CALL)
-    return strength
+
+
+@triton.jit
+def solve_bounded(p, CALL: tl.constexpr):
+    """What `solve_folded` stores, for chunks that it has found to have bounded gates.
+
+    A kernel of its own: in that of mild gates it would cost these registers. A program takes `CALL.heads_per_program`
+    heads of a chunk; most often it finds nothing to do.
+    """
+    H: tl.constexpr = CALL.heads
+    EACH: tl.constexpr = CALL.heads_per_program
+    i_program = tl.program_id(0)
+    i_first_head = i_program % (H // EACH) * EACH
+    block = locate_block(i_program // (H // EACH), p, CALL)
+    # hoisted code would take registers
+    for i_each in tl.range(0, EACH, num_stages=1, disable_licm=True):
+        i_h = i_first_head + i_each
+        for i_c in tl.range(block.i_c, block.i_end, num_stages=1, disable_licm=True):
+            rows = rows_of_block(block, i_c, i_h, p, CALL)
+            if load_flag(p.strength, rows.chunk, rows.i_chunk, i_h, p, CALL) == BOUNDED:
+                solve_chunk(p, rows, CALL)

@@ -107,10 +107,37 @@ def mark_sequences(p, p_marks, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
 
 
 @triton.jit
+def may_coincide(p, i_n, i_from, n_steps, i_h, CALL: tl.constexpr):
+    """False if keys surely coincide in none of the listed chunks: a quick look at blocks of rows.
+
+    A chunk lies in two blocks at most, wherever it begins. So if no block's squares exceed half of what a chunk's have
+    to, no chunk's do. A block with a NaN may hide others.
+    """
+    C: tl.constexpr = CALL.chunk
+    o_block = tl.arange(0, 16)
+    o_r = tl.arange(0, C)
+    p_rows = p.row_squares + (i_n.to(tl.int64) * CALL.heads + i_h) * p.T
+    i_first = visit(i_from, i_n, 0, 0, p, CALL).i_row // C
+    n_blocks = tl.cdiv(visit(i_from + n_steps - 1, i_n, 0, 0, p, CALL).n_end, C)
+    b_any = tl.zeros([16], tl.int32)
+    for i in range(i_first, n_blocks, 16):
+        i_row = (i + o_block)[:, None] * C + o_r[None, :]
+        b_square = tl.sum(tl.load(p_rows + i_row, mask=i_row < p.T, other=0.0), 1)
+        b_any = b_any | ((b_square <= COINCIDING * C / 2) == 0).to(tl.int32)
+    return (tl.sum(b_any, 0) > 0) & (n_steps > 0)
+
+
+@triton.jit
 def any_coincide(p, p_marks, i_n, i_from, n_steps, i_chunk, i_h, CALL: tl.constexpr):
     """Whether keys coincide in any of a walk's chunks, of which the `i_chunk`-th is the first; marks listed ones."""
     if CALL.listed:
-        return mark_sequences(p, p_marks, i_n, i_from, n_steps, i_h, CALL)
+        is_any = 0
+        # with one gate a head, squares are there for chunks with weak gates alone, and those have been looked for
+        if CALL.decay == "head":
+            is_any = mark_sequences(p, p_marks, i_n, i_from, n_steps, i_h, CALL)
+        elif may_coincide(p, i_n, i_from, n_steps, i_h, CALL):
+            is_any = mark_sequences(p, p_marks, i_n, i_from, n_steps, i_h, CALL)
+        return is_any
     else:
         C: tl.constexpr = CALL.chunk
         o_r = tl.arange(0, C)

@@ -155,5 +155,6 @@ def prepare_rows(p, CALL: tl.constexpr):
         if CALL.keys_may_coincide:
             o_h = (i_program % NH) * BH + tl.arange(0, BH)
             tl.store(p.any_weak + block.i_block.to(tl.int64) * H + o_h, b_any, mask=o_h < H)
-    else:
+    elif not CALL.pooled or block.i_c * CALL.chunk < block.n_rows:
+        # few blocks have a chunk where most sequences of a pool are of one token
         prepare_chunk(p, block, block.i_c, (i_program % NH) * BH, CALL)

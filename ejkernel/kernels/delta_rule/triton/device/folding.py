@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ejkernel.kernels.chunks.triton.device.gates import LOG2E
 from ejkernel.kernels.chunks.triton.device.places import FIRST, locate_block, rows_kept, store_tile, token_of
-from ejkernel.kernels.delta_rule.triton.device.bounded_gates import classify, solve_bounded
+from ejkernel.kernels.delta_rule.triton.device.bounded_gates import classify
 from ejkernel.kernels.delta_rule.triton.device.coinciding_keys import store_squares
 from ejkernel.kernels.delta_rule.triton.device.decays import mark_idle, scalars_at
 from ejkernel.kernels.delta_rule.triton.device.gate_strength import BOUNDED, MILD, STRONG, store_state_decays
@@ -103,7 +103,7 @@ def fold_chunk(p, block, rows, CALL: tl.constexpr):
     i_row, n_read = chunk.i_row, chunk.n_read
     # the first gate is in the state that the sequence begins with
     i_before = 0
-    if CALL.listed:
+    if CALL.listed or CALL.pooled:
         i_before = i_row - ((chunk.entry & FIRST) == 0).to(tl.int32)
     BK: tl.constexpr = CALL.key_block
     K: tl.constexpr = CALL.key_dim
@@ -160,7 +160,8 @@ def solve_chunk(p, b_beta, rows, CALL: tl.constexpr):
     b_k_until = load_head(p.key_until, rows, o_k, H, K, CALL, WHOLE)
     b_q_since = load_head(p.query_since, rows, o_k, H, K, CALL, WHOLE)
     b_system = scores(b_k_since, b_k_until, o_r[:, None] > o_r[None, :], PRECISION) * b_beta[:, None]
-    store_squares(b_system, rows, p, CALL)
+    if CALL.keys_may_coincide:
+        store_squares(b_system, rows, p, CALL)
     b_inverse = solve_system(p, b_system, b_beta, rows, CALL)
     b_score = scores(b_q_since, b_k_until, o_r[:, None] > o_r[None, :], PRECISION)
     # a token's own key crosses no gate
@@ -173,20 +174,17 @@ def solve_chunk(p, b_beta, rows, CALL: tl.constexpr):
 
 @triton.jit
 def fold(p, block, rows, CALL: tl.constexpr):
-    """Folds a chunk with mild gates or solves one with bounded gates; returns the strength and the betas."""
+    """Folds a chunk with mild gates; returns the strength of any chunk's gates, and the betas."""
     b_beta = mark_idle(load_beta(p, rows, CALL))
     strength = fold_chunk(p, block, rows, CALL)
     p_row = scalars_at(p.row_scalars, rows, p, CALL) + rows.o_r
     store_tile(p_row, b_beta, writable(rows), not CALL.listed)
-    if not CALL.blackwell_safe:
-        if strength == BOUNDED:
-            strength = solve_bounded(p, b_beta, rows, CALL)
     return strength, b_beta
 
 
 @triton.jit
 def solve_folded(p, CALL: tl.constexpr):
-    """What `solve_keyed` stores, relative to the chunks' middles if gates are mild, and the gates' strengths.
+    """What `solve_keyed` stores, of chunks with mild gates and relative to their middles; and the gates' strengths.
 
     The systems are those of the rounded queries and keys that the walks read, so that rounding has the same effect on
     pairs of tokens in one chunk and in two.
@@ -212,11 +210,17 @@ def solve_folded(p, CALL: tl.constexpr):
         tl.store(p.any_strong + i_chunk, is_any)
     else:
         rows = rows_of_block(block, block.i_c, i_h, p, CALL)
+        if CALL.pooled:
+            # few blocks have a chunk where most sequences are of one token
+            if rows.chunk.i_row >= block.n_rows:
+                tl.store(p.strength + i_chunk, MILD)
+                return
         strength, b_beta = fold(p, block, rows, CALL)
         tl.store(p.strength + i_chunk, strength)
         if (strength != MILD) | (rows.chunk.i_row >= block.n_rows):
-            # keys do not coincide under strong gates
-            i_rows = rows_kept(rows.chunk, i_chunk, i_h, p, 1, CALL)
-            tl.store(p.row_squares + i_rows + rows.o_r, tl.zeros([C], tl.float32))
+            if CALL.keys_may_coincide:
+                # keys do not coincide under strong gates
+                i_rows = rows_kept(rows.chunk, i_chunk, i_h, p, 1, CALL)
+                tl.store(p.row_squares + i_rows + rows.o_r, tl.zeros([C], tl.float32))
             return
         solve_chunk(p, b_beta, rows, CALL)

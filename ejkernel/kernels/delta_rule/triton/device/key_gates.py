@@ -133,7 +133,8 @@ def solve_block(p, i_block, i_h, CALL: tl.constexpr):
                     solve_chunk(p, block, i_c, i_h, CALL)
             else:
                 solve_chunk(p, block, i_c, i_h, CALL)
-    else:
+    elif not CALL.pooled or block.i_c * CALL.chunk < block.n_rows:
+        # few blocks have a chunk where most sequences of a pool are of one token
         solve_chunk(p, block, block.i_c, i_h, CALL)
 
 

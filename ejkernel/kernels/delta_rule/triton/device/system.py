@@ -24,27 +24,35 @@ def solve_system(p, b_system, b_beta, rows, CALL: tl.constexpr):
 
     In the system, the row of an idle token is 0 below the diagonal. The stored inverse also has to give the walk an
     idle token's error, times `IDLE`, which beta's gradient needs, without adding it to other tokens: there the token's
-    row is that of `I - M (I + M)⁻¹` and its column is 0. The inverse and its transpose are stored with their columns in
-    the order of operands.
+    row is that of `I - M (I + M)⁻¹` and its column is 0. That is the inverse of a system whose columns, instead of
+    rows, are 0. The inverse and its transpose, which keeps those columns, are stored with their columns in the order of
+    operands.
     """
     C: tl.constexpr = CALL.chunk
     INVERT: tl.constexpr = CALL.invert
     SOLVE: tl.constexpr = CALL.solve
     m_idle = b_beta == IDLE
-    b_inverse = inverse(tl.where(m_idle[:, None], 0.0, b_system), C, INVERT)
     o_pair = pairs_at(0, rows, p, CALL)
     m_pair = writable(rows)[:, None]
-    b_nearest = nearest(b_inverse, SOLVE)
-    if tl.max((m_idle & rows.m_read).to(tl.int32), 0) > 0:
-        b_forward = tl.where(m_idle[None, :], 0.0, b_inverse)
-        b_unit = tl.where(rows.o_r[:, None] == rows.o_r[None, :], 1.0, 0.0)
-        b_forward = tl.where(m_idle[:, None], b_unit - product(b_system, b_forward, INVERT), b_forward)
-        store_tile(p.inverse + o_pair, in_order_of_operands(nearest(b_forward, SOLVE), C, C), m_pair, not CALL.listed)
-    else:
-        store_tile(p.inverse + o_pair, in_order_of_operands(b_nearest, C, C), m_pair, not CALL.listed)
     if CALL.residuals:
+        b_inverse = inverse(tl.where(m_idle[:, None], 0.0, b_system), C, INVERT)
+        b_nearest = nearest(b_inverse, SOLVE)
+        if tl.max((m_idle & rows.m_read).to(tl.int32), 0) > 0:
+            b_forward = tl.where(m_idle[None, :], 0.0, b_inverse)
+            b_unit = tl.where(rows.o_r[:, None] == rows.o_r[None, :], 1.0, 0.0)
+            b_forward = tl.where(m_idle[:, None], b_unit - product(b_system, b_forward, INVERT), b_forward)
+            b_forward = in_order_of_operands(nearest(b_forward, SOLVE), C, C)
+            store_tile(p.inverse + o_pair, b_forward, m_pair, not CALL.listed)
+        else:
+            store_tile(p.inverse + o_pair, in_order_of_operands(b_nearest, C, C), m_pair, not CALL.listed)
         b_nearest = in_order_of_operands(tl.trans(b_nearest), C, C)
         store_tile(p.inverse_transposed + o_pair, b_nearest, m_pair, not CALL.listed)
+    else:
+        b_forward = inverse(tl.where(m_idle[None, :], 0.0, b_system), C, INVERT)
+        b_nearest = in_order_of_operands(nearest(b_forward, SOLVE), C, C)
+        store_tile(p.inverse + o_pair, b_nearest, m_pair, not CALL.listed)
+        # an idle token adds nothing to what queries read
+        b_inverse = tl.where(m_idle[:, None], 0.0, b_forward)
     return b_inverse
 
 
@@ -69,7 +77,7 @@ def solve_heads(p, chunk, block, i_first_head, WHOLE: tl.constexpr, CALL: tl.con
     o_t = token_offsets(o_r, CALL.flip)
     o_k = tl.arange(0, CALL.key_block)
     m_read = chunk.i_row + o_r < chunk.n_read
-    for i_each in range(0, CALL.heads_per_program):
+    for i_each in tl.range(0, CALL.heads_per_program, disable_licm=True):
         i_h = i_first_head + i_each
         rows = Rows(chunk, i_h, block.i_block.to(tl.int64) * CALL.heads + i_h, i_token, o_r, o_t, m_read)
         b_k = load_head(p.key, rows, o_k, CALL.key_heads, K, CALL, WHOLE)

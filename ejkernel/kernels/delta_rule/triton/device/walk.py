@@ -12,6 +12,7 @@ from ejkernel.kernels.chunks.triton.device.gates import LARGEST
 from ejkernel.kernels.chunks.triton.device.places import (
     CUT,
     REAL,
+    chunk_here,
     first_entries,
     keep_branch,
     listed_chunk,
@@ -186,6 +187,8 @@ def forward(p, CALL: tl.constexpr):
     SOLVE: tl.constexpr = CALL.solve
     NV: tl.constexpr = (V + BV - 1) // BV
     LOCAL: tl.constexpr = CALL.time == "local"
+    # residuals take the registers that the place of a chunk would be carried in
+    LATE: tl.constexpr = CALL.listed and CALL.residuals
     PARTS: tl.constexpr = NV + (K + BV - 1) // BV if LOCAL else NV
     PAD_V: tl.constexpr = NV * BV != V or LOCAL
     i_program = tl.program_id(0)
@@ -240,17 +243,23 @@ def forward(p, CALL: tl.constexpr):
         b_state = b_state * tl.load(p_decay, mask=(o_k < K) & (n_steps > 0), other=1.0)[None, :]
     passes = i_n >= 0
     b_unit = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(p.value.dtype.element_ty)
-    for i_step in range(0, n_steps):
+    for i_step in tl.range(0, n_steps, disable_licm=LATE):
         i_c = i_from + i_step
         if CALL.listed:
             chunk = listed_chunk(i_n, entry, next_entry, CALL)
             entry, next_entry = next_entries(i_c, i_n, p, False)
+            here = chunk
+            if LATE:
+                here = chunk_here(i_c, i_n, p, CALL)
         else:
             chunk = visit(i_c, i_n, n_rows, n_read, p, CALL)
+            here = chunk
         step, b_state = enter_chunk(
-            p, b_state, p_decay, p_marks, chunk, i_first, n_rows, i_chunk0, i_h, o_r, o_t, o_k, False, CALL
+            p, b_state, p_decay, p_marks, here, i_first, n_rows, i_chunk0, i_h, o_r, o_t, o_k, False, CALL
         )
-        rows = step.rows
+        i_token = token_of(i_first, n_rows, chunk.i_row, CALL.flip)
+        i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
+        rows = Rows(chunk, i_h, i_chunk, i_token, o_r, o_t, chunk.i_row + o_r < chunk.n_read)
         if CALL.listed and LOCAL:
             passes = passes & (((chunk.entry | chunk.next_entry) & CUT) == 0)
         b_k, b_k_until = load_keys(p, rows, o_k, CALL)
@@ -324,7 +333,8 @@ def forward(p, CALL: tl.constexpr):
                 b_state = b_state * load_state_decay(step.p_decay, 2, step.is_real, o_k, CALL)[None, :]
         # always true, but the compiler fetches the next chunk's rows before it comes to a branch
         if not LOCAL:
-            if chunk.i_c < n_chunks:
+            rows = step.rows
+            if here.i_c < n_chunks:
                 m_rows = writable(rows)[:, None] & (o_v[None, :] < V)
                 m_states = m_state
                 if CALL.listed:

@@ -99,7 +99,8 @@ def fold_head_gates(p, CALL: tl.constexpr):
             tl.store(p_flags + chunk.i_row, b_flag, mask=m_chunk)
             b_any = b_any | b_flag
         tl.store(p.any_flag + (i_block.to(tl.int64) * H + o_h)[None, :], b_any, mask=m_chunk)
-    else:
+    elif not CALL.pooled or span.i_j * CALL.chunk < span.n_rows:
+        # few blocks have a chunk where most sequences of a pool are of one token
         fold_chunk(p, span, chunk_at(span.i_j, span, p, CALL), i_block, o_r, o_h, CALL)
 
 

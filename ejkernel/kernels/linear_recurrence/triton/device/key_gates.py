@@ -122,7 +122,7 @@ def fold_half(p, span, chunk, i_gate, i_h, o_k, LATE: tl.constexpr, CALL: tl.con
         i_token = token_of(span.i_first, span.n_rows, i0, CALL.flip)
         o_hat = (i_token * H + i_h) * K + o_k
         m_gate = m
-        if not (LATE or (CALL.start and not CALL.listed)):
+        if not LATE and (CALL.listed or CALL.pooled or not CALL.start):
             # the first gate decays a state of 0, and must not make it infinite
             m_gate = m[0] & (i0 >= i_gate), m[1] & (i1 >= i_gate), m[2] & (i2 >= i_gate), m[3] & (i3 >= i_gate)
         gates = load_four(p.gate, o_hat, SIGN * H * K, m_gate)
@@ -196,7 +196,7 @@ def store_factors(p, chunk, i_chunk, o_k, b_before, b_after, b_before_back, b_af
 @triton.jit
 def first_gate(chunk, CALL: tl.constexpr):
     """The first row of a chunk whose gate counts: a sequence's first gate does not where it has no state to decay."""
-    if CALL.listed:
+    if CALL.listed or CALL.pooled:
         is_first = (chunk.entry & FIRST) != 0
         if CALL.start:
             is_first = (chunk.entry & CUT) != 0
@@ -257,8 +257,11 @@ def fold_gates(p, CALL: tl.constexpr):
             tl.store(p_flags + chunk.i_row, flag)
             any_flag = any_flag | flag
         tl.store(p.any_flag + i_chunk, any_flag)
-    else:
+    elif not CALL.pooled or span.i_j * CALL.chunk < span.n_rows:
         fold_chunk(p, span, chunk_at(span.i_j, span, p, CALL), i_h, i_chunk, CALL)
+    else:
+        # few blocks have a chunk where most sequences are of one token
+        tl.store(p.flag + i_chunk, 0)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from ejkernel.kernels.chunks.triton.device.places import (
     SEGMENTS,
     blocks_before,
     chunk_at,
+    chunk_here,
     first_entries,
     is_cut,
     is_real,
@@ -115,15 +116,17 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             if REVERSE:
                 i_c += n_turns - 1
             b_before = tl.load(p.factors + ((i_chunk0 + i_c) * H + i_h) * 2 + (1 if REVERSE else 0))
-        for i_step in range(0, n_turns):
+        for i_step in tl.range(0, n_turns, disable_licm=CALL.listed):
             i_c = i_lowest + i_step
             if REVERSE:
                 i_c = i_lowest + n_turns - 1 - i_step
             if CALL.listed:
                 chunk = listed_chunk(i_n, entry, next_entry, CALL)
                 entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
+                here = chunk_here(i_c, i_n, p, CALL)
             else:
                 chunk = chunk_at(i_c, span, p, CALL)
+                here = chunk
             i_row = chunk.i_row
             i_token = token_of(i_first, n_rows, i_row, CALL.flip)
             i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
@@ -144,16 +147,19 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             b_near = b_near * CALL.scale
             b_added = (tl.trans(b_z) * b_far[None, :]).to(b_z.dtype)
             if CALL.listed:
-                has_tokens = is_real(chunk)
-                starts_anew = is_cut(chunk, REVERSE)
+                has_tokens = is_real(here)
+                starts_anew = is_cut(here, REVERSE)
                 if starts_anew:
                     keep_branch(p, i_n)
                     b_state = tl.zeros([BZ, BX], tl.float32)
                 b_due = tl.where(starts_anew, 1.0, b_due)
                 b_state = b_state * (b_due * tl.where(has_tokens & (starts_anew == 0), b_before, 1.0))
                 # the next chunk's, as below: loaded for this chunk it would be buffered in shared memory
-                i_next = tl.minimum((entry >> FACTS) // C, tl.cdiv(n_rows, C) - 1)
+                coming = chunk_here(tl.maximum(i_c - 1, 0) if REVERSE else i_c + 1, i_n, p, CALL)
+                i_next = tl.minimum(coming.i_c, tl.cdiv(n_rows, C) - 1)
                 b_before = tl.load(p.factors + ((i_chunk0 + i_next) * H + i_h) * 2 + (1 if REVERSE else 0))
+                i_token = token_of(i_first, n_rows, here.i_row, CALL.flip)
+                i_chunk = (i_chunk0 + here.i_c) * H + i_h
             else:
                 b_state = b_state * (b_due * b_before)
                 # the next chunk's, which arrives while this one is computed
@@ -171,10 +177,8 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             if CALL.listed:
                 b_due = tl.where(has_tokens, b_due, 1.0)
 
-            m_write = i_row + o_r < chunk.n_end
-            if CALL.listed:
-                # padding is written below
-                m_write = m_read
+            # where chunks are listed, padding is written below
+            m_write = here.i_row + o_r < (here.n_read if CALL.listed else here.n_end)
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = b_out.to(p.output.dtype.element_ty)
             store_tile(p_rows, b_rows, m_write[:, None] & (o_z[None, :] < DZ), WHOLE and not PAD_Z)
@@ -183,8 +187,9 @@ def walk_with_row_dots(p, CALL: tl.constexpr):
             tl.store(p_dots, b_rowdot, mask=m_write)
             if CALL.listed:
                 if has_tokens == 0:
-                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_chunk[:, None] & (o_z[None, :] < DZ))
-                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_chunk)
+                    m_zeros = here.i_row + o_r < here.n_end
+                    tl.store(p_rows, tl.zeros_like(b_rows), mask=m_zeros[:, None] & (o_z[None, :] < DZ))
+                    tl.store(p_dots, tl.zeros_like(b_rowdot), mask=m_zeros)
         if not REVERSE:
             b_product = tl.load(p.d_state + i_border * (DX * DZ) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_product = tl.sum(tl.sum(b_product * (b_state * b_due), 1), 0)

@@ -84,7 +84,7 @@ def load_tokens(p, tokens, o_k, DIMS: tl.constexpr, WHOLE: tl.constexpr, CALL: t
     p_gate = first_rows(p.gate, tokens, o_k, H, 1, CALL)
     m_tile = readable(tokens, o_k, WHOLE, CALL)
     m_gate = m_tile
-    if CALL.listed:
+    if CALL.listed or CALL.pooled:
         m_gate = m_gate & (tokens.i_row + o_b[:, None] * R + o_r[None, :] >= tokens.i_gate)[:, :, None]
     elif not CALL.start:
         # the first gate decays a state of 0, and must not make it infinite

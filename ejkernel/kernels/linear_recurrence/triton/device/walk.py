@@ -11,6 +11,7 @@ from ejkernel.kernels.chunks.triton.device.places import (
     SEGMENTS,
     blocks_before,
     chunk_at,
+    chunk_here,
     first_entries,
     is_cut,
     is_real,
@@ -63,6 +64,7 @@ def walk(p, CALL: tl.constexpr):
     one's in place: what strong gates need would take registers of the common case.
     Head gates: STRONG takes segments in which any chunk is flagged. Where rows hold several sequences, which a program
     walks over one after the other, the first kernel takes all, and STRONG stores those that have a flagged chunk.
+    With `CALL.walk.alone` STRONG takes all, and there is no first kernel.
     Key gates, with `CALL.walk.apart`: STRONG takes segments whose chunks are all flagged. Scores are tiles like x, y
     and z there, fetched ahead of their chunk.
     float16 has too small a range: its operands are carried as float32, and multiplied in one pass of TF32.
@@ -82,6 +84,7 @@ def walk(p, CALL: tl.constexpr):
     DECAY: tl.constexpr = CALL.decay
     REVERSE: tl.constexpr = CALL.reverse
     STRONG: tl.constexpr = 1 if CALL.walk.strong else 0
+    MARKED: tl.constexpr = CALL.listed and CALL.walk.strong and not CALL.walk.alone
     ROW_DOTS: tl.constexpr = CALL.walk.row_dots
     BORDER: tl.constexpr = CALL.walk.border
     OUTPUT: tl.constexpr = CALL.walk.role != "segment"
@@ -97,6 +100,8 @@ def walk(p, CALL: tl.constexpr):
     SCORED: tl.constexpr = KEYED and CALL.walk.strong
     KEY_ROWS: tl.constexpr = KEYED and BY_KEY
     KEY_COLUMNS: tl.constexpr = KEYED and not BY_KEY
+    # these walks would spill registers; others are faster with what is carried
+    LATE: tl.constexpr = CALL.listed and ((DECAY == "head") or (CALL.walk.role == "dvalue"))
     NX: tl.constexpr = (DX + BX - 1) // BX
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     PAD_X: tl.constexpr = NX * BX != DX
@@ -146,9 +151,10 @@ def walk(p, CALL: tl.constexpr):
         b_through = tl.exp2(tl.minimum(b_gate * C, MOST))
     if DECAY == "head":
         if not CALL.listed:
-            if (any_chunk(p.flag, i_chunk0 + i_from, n_steps, i_h, True, H) != 0) != STRONG:
-                return
-        elif STRONG:
+            if not CALL.walk.alone:
+                if (any_chunk(p.flag, i_chunk0 + i_from, n_steps, i_h, True, H) != 0) != STRONG:
+                    return
+        elif MARKED:
             if (any_chunk(p.any_flag, i_chunk0 + i_sizes, n_sizes, i_h, True, H) != 0) == 0:
                 return
             p_marks = p.marks + (((i_n.to(tl.int64) * H + i_h) * NX + i_x) * NZ + i_z) * p.T
@@ -188,15 +194,19 @@ def walk(p, CALL: tl.constexpr):
             i_border = i_group0 + (i_from + n_steps - 1) // G
             p_here = p.border + (i_border * H + i_h) * (DX * DZ) + o_border
             tl.store(p_here, b_state.to(p.border.dtype.element_ty), mask=m_state)
-    for i_step in range(0, n_steps):
+    for i_step in tl.range(0, n_steps, disable_licm=CALL.listed and DECAY == "head"):
         i_c = i_from + i_step
         if REVERSE:
             i_c = i_from + n_steps - 1 - i_step
         if CALL.listed:
             chunk = listed_chunk(i_n, entry, next_entry, CALL)
             entry, next_entry = next_entries(i_c, i_n, p, REVERSE)
+            here = chunk
+            if LATE:
+                here = chunk_here(i_c, i_n, p, CALL)
         else:
             chunk = chunk_at(i_c, span, p, CALL)
+            here = chunk
         i_row = chunk.i_row
         i_token = token_of(i_first, n_rows, i_row, FLIP)
         i_chunk = (i_chunk0 + chunk.i_c) * H + i_h
@@ -206,20 +216,20 @@ def walk(p, CALL: tl.constexpr):
         takes = True
         if CALL.listed:
             m_chunk = i_row + o_r < chunk.n_end
-            has_tokens = is_real(chunk)
-            starts_anew = is_cut(chunk, REVERSE)
+            has_tokens = is_real(here)
+            starts_anew = is_cut(here, REVERSE)
             if starts_anew:
                 keep_branch(p, i_n)
                 b_state = tl.zeros([BZ, BX], tl.float32)
             b_due = tl.where(starts_anew, 1.0, b_due)
             takes = has_tokens & (starts_anew == 0)
-            ends_group = (i_step == (0 if REVERSE else n_steps - 1)) | (chunk.n_end // (C * G) > i_row // (C * G))
-            if STRONG:
-                is_marked = tl.load(p_marks + i_row) != 0
+            ends_group = (i_step == (0 if REVERSE else n_steps - 1)) | (here.n_end // (C * G) > here.i_row // (C * G))
+            if MARKED:
+                is_marked = tl.load(p_marks + here.i_row) != 0
             if BORDER == "state":
                 if ends_group:
-                    p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
-                    m_border = m_state & is_marked if STRONG else m_state
+                    p_here = p.border + ((i_group0 + here.i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    m_border = m_state & is_marked if MARKED else m_state
                     tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_border)
         if BORDER == "every chunk":
             p_here = p.border + i_chunk * (DX * DZ) + o_border
@@ -291,7 +301,7 @@ def walk(p, CALL: tl.constexpr):
                 b_state = b_state * b_before
             if BORDER == "read":
                 if ends_group if CALL.listed else (i_c % G == G - 1) | (i_c == n_chunks - 1):
-                    p_here = p.border + ((i_group0 + chunk.i_c // G) * H + i_h) * (DX * DZ) + o_border
+                    p_here = p.border + ((i_group0 + here.i_c // G) * H + i_h) * (DX * DZ) + o_border
                     tl.store(p_here, b_read.to(b_y.dtype), mask=m_state)
 
         if OUTPUT:
@@ -351,10 +361,14 @@ def walk(p, CALL: tl.constexpr):
             else:
                 b_out = b_out * CALL.scale
             m_write = i_row + o_r < chunk.n_end
+            if LATE:
+                i_token = token_of(i_first, n_rows, here.i_row, FLIP)
+                m_read = here.i_row + o_r < here.n_read
+                m_chunk = here.i_row + o_r < here.n_end
             if CALL.listed:
                 # padding is written below
                 m_write = m_read
-                if STRONG:
+                if MARKED:
                     m_write = m_read & is_marked
             p_rows = p.output + ((i_token * H + i_h) * NX + i_x) * DZ + o_t[:, None] * (H * NX * DZ) + o_z[None, :]
             b_rows = tl.trans(b_out.to(p.output.dtype.element_ty))
@@ -418,9 +432,9 @@ def walk(p, CALL: tl.constexpr):
                     tl.store(p_here, (b_state * b_due).to(p.border.dtype.element_ty), mask=m_state)
         if BORDER == "product":
             if ends_group if CALL.listed else (i_c % G == G - 1) | (i_step + 1 == n_steps):
-                i_border = (i_group0 + chunk.i_c // G) * H + i_h
+                i_border = (i_group0 + here.i_c // G) * H + i_h
                 if CALL.listed:
-                    passes = (chunk.next_entry & CUT) == 0
+                    passes = (here.next_entry & CUT) == 0
                 b_product = tl.load(p.d_state + i_border * (DX * DZ) + o_border, mask=m_state, other=0.0).to(tl.float32)
                 if BOTH:
                     # the dims of x decay on their way there as well
@@ -437,14 +451,14 @@ def walk(p, CALL: tl.constexpr):
                     if CALL.listed:
                         b_product = tl.where(passes, b_product, 0.0)
                     p_product = p.border + (i_border * NX + i_x) * NZ + i_z
-                    if CALL.listed and STRONG:
+                    if MARKED:
                         tl.store(p_product, b_product, mask=is_marked)
                     else:
                         tl.store(p_product, b_product)
     if (DECAY == "head") or (DECAY == "constant"):
         b_state = b_state * b_due
 
-    if CALL.listed and STRONG:
+    if MARKED:
         # the final state is that of the last sequence
         ahead = chunk_at(i_from if REVERSE else i_from + n_steps - 1, span, p, CALL)
         if tl.load(p_marks + ahead.i_row) == 0:
