@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test newest test-newest test-newest-smoke lint docs numerics coverage mutants peers bench gpu tpu tpu-training mesh clean
 
 demo: $(VENV)/.demo
-	JAX_PLATFORMS=cpu $(BIN)/python -m ejkernel.demo
+	JAX_PLATFORMS=cpu $(BIN)/python -m examples.demo
 
 # What the newest release of JAX changes shows here first; it needs a newer Python than the oldest we run on.
 # (PYENV_VERSION makes pyenv offer that Python; elsewhere it means nothing.)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ejkernel.demo.drawing import Picture, lines, logarithmic, looks
+from examples.demo.drawing import Picture, lines, logarithmic, looks
 
 __all__ = ["bars", "lines"]
 

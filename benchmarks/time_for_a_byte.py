@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Row
-from ejkernel.demo import generation, report
-from ejkernel.demo.__main__ import CONTEXTS
-from ejkernel.demo.training import Settings, build
+from examples.demo import generation, report
+from examples.demo.__main__ import CONTEXTS
+from examples.demo.training import Settings, build
 
 NUMBERS = Path(__file__).parent / "results" / "time_for_a_byte.json"
 

@@ -1,4 +1,4 @@
-"""The `ejkernel` command: `info`, `check`, `bench` and `demo`."""
+"""The `ejkernel` command: `info`, `check` and `bench`."""
 
 import argparse
 import importlib.metadata
@@ -14,8 +14,6 @@ EXAMPLES = """examples:
   ejkernel check             compare every op that runs here with its definition, in two minutes
   ejkernel bench --quick     time the ops against their peers, for a minute or two
   ejkernel bench --help      what else it can be asked
-  ejkernel demo              train a small language model and write demo/report.html
-  ejkernel demo --resume     go on after Ctrl-C
 """
 NOT_INSTALLED = "not installed"
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "matplotlib", "rich", "triton", "jax-triton")
@@ -41,10 +39,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, run, words in (
         ("info", _info, "versions, devices, and which implementation serves each op"),
-        # these parse options of their own, and the demo may not be installed
+        # these parse options of their own
         ("check", _check, "compare every op that runs here with its definition"),
         ("bench", _bench, "time the ops against their peers on this machine"),
-        ("demo", _demo, "train a small language model on this machine"),
     ):
         commands.add_parser(name, help=words, add_help=run is _info).set_defaults(run=run)
     options, rest = parser.parse_known_args(arguments)
@@ -63,18 +60,6 @@ def _bench(rest: list[str]) -> int:
     from ejkernel.bench.command import main as run
 
     return run(rest, prog="ejkernel bench")
-
-
-def _demo(rest: list[str]) -> int:
-    try:
-        from ejkernel.demo.__main__ import main as run
-    except ImportError as error:
-        print(
-            f"the demo needs Flax and Optax, the extra layers: pip install '.[layers,cli]' in a checkout ({error})",
-            file=sys.stderr,
-        )
-        return 1
-    return run(rest, prog="ejkernel demo")
 
 
 def _info(rest: list[str]) -> int:

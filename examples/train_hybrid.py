@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from demo import text
 from flax import nnx
 
-from ejkernel.demo import text
 from ejkernel.layers import GatedDeltaNet, MultiHeadAttention
 
 HALF = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}

@@ -1,4 +1,4 @@
-"""The `ejkernel` command: what it prints, and its exit codes."""
+"""The commands `ejkernel` and `python -m examples.demo`: what they print, and their exit codes."""
 
 import importlib
 import os
@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel
 from ejkernel import cli
+from examples.demo import __main__ as demo
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
 NO_DEVICE = {**HERE, "JAX_PLATFORMS": "cuda"}
@@ -55,9 +56,9 @@ def test_info_where_it_is_not_installed(capsys, monkeypatch):
 
 
 def test_help_shows_examples(capsys):
-    for arguments, example in ((["--help"], "ejkernel demo --resume"), (["demo", "--help"], "ejkernel demo --resume")):
+    for main, example in ((cli.main, "ejkernel bench --quick"), (demo.main, "python -m examples.demo --resume")):
         with pytest.raises(SystemExit) as end:
-            cli.main(arguments)
+            main(["--help"])
         assert end.value.code == 0
         assert example in capsys.readouterr().out
 
@@ -76,17 +77,23 @@ def test_help_shows_examples(capsys):
 )
 def test_wrong_use_exits_with_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(arguments.split())
+        run(arguments)
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("usage: ejkernel") and message in said
+    assert said.startswith("usage: ") and message in said
+
+
+def run(command):
+    """`demo` is the one of the examples."""
+    name, _, rest = command.partition(" ")
+    return demo.main(rest.split()) if name == "demo" else cli.main(command.split())
 
 
 # a shell starts what follows, so that it is what a user types
 PYTHON = f"exec {sys.executable} -m"
 
 
-@pytest.mark.parametrize("command", ["ejkernel.cli demo", "ejkernel.demo", "ejkernel.cli info"])
+@pytest.mark.parametrize("command", ["examples.demo", "ejkernel.cli info"])
 def test_a_reader_that_leaves_ends_it_quietly(command, tmp_path):
     pipe = f"({PYTHON} {command} | head -n 0; exit ${{PIPESTATUS[0]}})"
     run = subprocess.run(["bash", "-c", pipe], cwd=tmp_path, capture_output=True, text=True, env=HERE)
@@ -98,11 +105,9 @@ BUFFERED = {name: value for name, value in HERE.items() if name != "PYTHONUNBUFF
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("command", ["info", "--version", "demo --help"])
+@pytest.mark.parametrize("command", ["ejkernel.cli info", "ejkernel.cli --version", "examples.demo --help"])
 def test_a_full_disk_is_told_in_one_line(command):
-    run = subprocess.run(
-        f"{PYTHON} ejkernel.cli {command} > /dev/full", shell=True, capture_output=True, text=True, env=BUFFERED
-    )
+    run = subprocess.run(f"{PYTHON} {command} > /dev/full", shell=True, capture_output=True, text=True, env=BUFFERED)
     assert run.returncode == 2
     assert "No space left on device" in run.stderr and len(run.stderr.splitlines()) == 1
 
@@ -126,30 +131,28 @@ def test_interrupted_info_exits_with_130(capsys, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that even root cannot write to")
 @pytest.mark.parametrize("command", ["demo --out /proc/self", "bench --quick --json /proc/self/rows.json"])
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(command, capsys):
-    assert cli.main(command.split()) == 2
+    assert run(command) == 2
     printed = capsys.readouterr()
     assert not printed.out and "/proc/self" in printed.err and len(printed.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["demo", "bench --quick"])
+@pytest.mark.parametrize("command", ["examples.demo", "ejkernel.cli bench --quick"])
 def test_no_device_is_told(command, tmp_path):
-    command = f"{PYTHON} ejkernel.cli {command}"
+    command = f"{PYTHON} {command}"
     run = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=NO_DEVICE)
     assert run.returncode == 1 and not run.stdout
     assert run.stderr.startswith("JAX has no device to run on: ") and "Traceback" not in run.stderr
 
 
-def test_demo_and_layers_without_flax_say_what_to_install(capsys, monkeypatch):
+def test_layers_without_flax_say_what_to_install(monkeypatch):
     for name in list(sys.modules):
-        if name.startswith(("ejkernel.demo", "ejkernel.layers", "flax", "optax")):
+        if name.startswith(("ejkernel.layers", "flax", "optax")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
-    assert cli.main(["demo"]) == 1
-    assert "the extra layers: pip install '.[layers,cli]' in a checkout" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError, match=r"the extra layers: pip install '\.\[layers\]' in a checkout"):
         importlib.import_module("ejkernel.layers")
 
 
-def test_the_command_imports_flax_for_the_demo_only():
+def test_the_command_imports_no_flax():
     probe = "import sys, ejkernel.cli; sys.exit('flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0

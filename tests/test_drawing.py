@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import pictures
 from benchmarks.drawing import bars
-from ejkernel.demo import drawing
+from examples.demo import drawing
 
 ROOT = Path(__file__).parent.parent
 CURVES = {"a < b": [(64, 0.5), (256, 2.0), (1024, 90.0)], "other": [(64, 3.0), (1024, 7.0)]}

@@ -49,7 +49,6 @@ LAYERS = (
         "ejkernel.paged_attention",
     ),
     ("ejkernel.kernels._xla", "ejkernel.layers", "ejkernel.parallel"),
-    ("ejkernel.demo",),
     ("ejkernel",),
 )
 

@@ -98,7 +98,7 @@ def test_walk_sees_what_it_looks_for():
 
 pytest.importorskip("flax.nnx")
 
-from ejkernel.demo import checkpoint, training  # noqa: E402
+from examples.demo import checkpoint, training  # noqa: E402
 
 SETTINGS = {"seed": 0, "width": 16}
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"c": np.arange(4)}}

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.page import blocks, reading
 from ejkernel._command_line import quietly
 from ejkernel.bench import results
-from ejkernel.demo import drawing
+from examples.demo import drawing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,9 +5,9 @@ from html import escape
 
 import jax
 
-from ejkernel.demo import drawing
-from ejkernel.demo.generation import Cost
-from ejkernel.demo.training import Score, Settings
+from examples.demo import drawing
+from examples.demo.generation import Cost
+from examples.demo.training import Score, Settings
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #6a6a6a; --line: #ddd; --box: #f6f6f6 }

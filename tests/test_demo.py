@@ -23,12 +23,12 @@ pytest.importorskip("flax.nnx")
 
 from flax import nnx
 
-from ejkernel.demo import __main__ as demo
-from ejkernel.demo import checkpoint, generation, text, training
-from ejkernel.demo.progress import Progress
-from ejkernel.demo.softmax import OneQueryAttention
+from examples.demo import __main__ as demo
+from examples.demo import checkpoint, generation, text, training
+from examples.demo.progress import Progress
+from examples.demo.softmax import OneQueryAttention
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SMALL = training.Settings(steps=3, tokens=256, width=16, heads=2, depth=1)
 
 
@@ -230,6 +230,6 @@ def test_make_says_that_it_installs_before_it_does(tmp_path):
 
 
 def test_the_sample_ends_with_a_sentence():
-    from ejkernel.demo.report import _readable
+    from examples.demo.report import _readable
 
     assert _readable(b"\nAda: Bonn.\nBen: Li") == "Ada: Bonn.\n"

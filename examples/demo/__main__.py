@@ -1,4 +1,4 @@
-"""`python -m ejkernel.demo`: train, score, generate, and write the page."""
+"""`python -m examples.demo`: train, score, generate, and write the page."""
 
 import argparse
 import sys
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ejkernel._command_line import no_device, quietly, whole
-from ejkernel.demo import drawing, generation, report
-from ejkernel.demo.checkpoint import CheckpointError
-from ejkernel.demo.training import HELD_OUT, Score, Settings, Trained, evaluate, train
+from examples.demo import drawing, generation, report
+from examples.demo.checkpoint import CheckpointError
+from examples.demo.training import HELD_OUT, Score, Settings, Trained, evaluate, train
 
 CONTEXTS = (256, 1024, 4096, 16384)
 SAMPLE = 400  # bytes shown
@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 """
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m ejkernel.demo") -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m examples.demo") -> int:
     """Runs the demo; 0, 1 without a device, 2 if there is nothing to resume, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog=prog,

@@ -17,10 +17,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ejkernel.demo import checkpoint, text
-from ejkernel.demo.model import ByteModel, Mixer
-from ejkernel.demo.progress import Progress
 from ejkernel.layers import GatedLinearAttention
+from examples.demo import checkpoint, text
+from examples.demo.model import ByteModel, Mixer
+from examples.demo.progress import Progress
 
 HELD_OUT = 1 << 30  # steps from here on are for scoring
 STEPS_BETWEEN_CHECKPOINTS = 100
