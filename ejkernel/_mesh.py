@@ -210,20 +210,24 @@ class Mapping:
         split: What each device runs.
         results: The specs of the results, sharded over rows and heads alone.
         wanted: The same specs with tokens sharded as the query's tokens are.
+        by_xla: Whether XLA splits the call instead, as along `Auto` axes: `shard_map` takes no axis that `vmap` maps.
     """
 
     mesh: _sharding.AnyMesh
     split: Split
     results: Any
     wanted: Any
+    by_xla: bool
 
     @property
     def call(self) -> Any:
-        """The call that each device runs."""
-        return self.split.call
+        """The call that each device runs, as far as it is known before XLA splits the call."""
+        return self.split.whole if self.by_xla else self.split.call
 
     def run(self, function: Callable[..., Any], *arrays: Any, check_vma: bool = True) -> Any:
         """`function(call, *arrays)` on every device, with the device's call and its shards of the arrays."""
+        if self.by_xla:
+            return _sharding.partitioned(functools.partial(function, self.call), self.wanted, *arrays, mesh=self.mesh)
         axes, specs = frozenset(self.mesh.explicit_axes), self.split.specs()
         placed = [
             x if spec is None else jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
@@ -266,7 +270,7 @@ def mapping(call: Call, mesh: _sharding.AnyMesh, arrays: tuple[Any, ...]) -> Map
     def results(axes: dict[str, Axes]) -> Any:
         return call.result_specs(PartitionSpec(*(axes.get(each) or None for each in letters)))
 
-    return Mapping(mesh, parted, results(axes), results(axes | token_axes))
+    return Mapping(mesh, parted, results(axes), results(axes | token_axes), _sharding.vmap_shards(mesh))
 
 
 def _index(axes: Axes) -> jax.Array:

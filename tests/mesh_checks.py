@@ -537,6 +537,39 @@ def transformed():
         check("second derivatives", second)
 
 
+def mapped():
+    """`vmap` over an axis that is sharded over an `Explicit` axis, beside rows and heads over others."""
+    mesh = mesh_of(EXPLICIT)
+    shared = {"g_gamma", "weight", "bias", "softmax_aux", "cu_seqlens"}  # by all of the calls
+
+    def put(x, dims, letters, *first):
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*first, *spec(dims, letters))))
+
+    for i, op in enumerate([*ALONE, *SPREADABLE[::2]]):
+        letters, axes = ("B", "BHG", "")[i % 3], {}
+        one, placed = op.values(), {}
+        for name, x in one.items():
+            axes[name] = None if name in shared and "B" not in op.arrays[name] else 0
+            if axes[name] == 0:
+                one[name] = np.stack([x, x if x.dtype == bool or name == "segment_ids" else x / 2])
+            placed[name] = put(one[name], op.arrays[name], letters, *(("time",) if axes[name] == 0 else ()))
+
+        run = jax.jit(with_gradients(jax.vmap(op, (axes,))))
+        entered = jax.set_mesh(mesh) if i % 2 else contextlib.nullcontext()
+        with entered:
+            program = run.lower(*split(placed)).compile()
+            found = program(*split(placed))
+        what = f"{op}, {letters or 'nothing else'} sharded"
+        moved = {each for each, _ in hlo.collectives(program.as_text())}
+        # XLA moves heads of mapped softmax attention, which it splits by itself
+        assert moved <= {"all-reduce"} or ("attention" in op.name and "H" in letters), f"{what}: {moved}"
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(run(*split(one))), strict=True):
+            assert_close(x, y, 1e-5, what)
+        for x, dims in zip(found[0], op.results, strict=True):
+            expected = jax.NamedSharding(mesh, jax.P("time", *spec(dims, letters)))
+            assert x.sharding.is_equivalent_to(expected, x.ndim), f"{what}: {jax.typeof(x)}"
+
+
 def short_rows():
     """Rows of several sequences keep as many states on a device as they do among others, whatever their length."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AUTO,), devices=jax.devices()[:2])
@@ -630,6 +663,6 @@ PARTS = {
     each.__name__: each
     for each in (
         *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
-        *(gathers, dropout, parts, shared_heads, transformed, short_rows, decoding, pools, one_program),
+        *(gathers, dropout, parts, shared_heads, transformed, mapped, short_rows, decoding, pools, one_program),
     )
 }
