@@ -37,7 +37,8 @@ class Call(Protocol):
 
         The first array is the query, whose tokens are `T` or `S`. In ops without heads `H` stands for channels, of
         which an attribute `together` may say how many must stay on one device. `*` stands for the two words of a
-        random key, to which `Split.own` adds which part of the call a device has.
+        random key, to which `Split.own` adds which part of the call a device has. Attributes may name arrays that the
+        call writes to, `written`, and what helps where arrays are gathered, `instead`.
         """
         ...
 
@@ -163,6 +164,9 @@ def split(
 
     `results` are the shapes and dimensions of results, whose heads are split too. Warns of arrays that are gathered.
     """
+    warn_of = functools.partial(
+        _warn, instead=getattr(call, "instead", "Shard batch or heads, or shard tokens by ejkernel.parallel")
+    )
     dims = {name: each for name, each in call.dims().items() if shapes.get(name) is not None}
     letters = next(iter(dims.values()))  # of the query
     # of query, key and value the one with the most heads says over which axes rows and heads are sharded
@@ -173,27 +177,28 @@ def split(
     by_rows, by_heads = _size(mesh, rows), _size(mesh, heads)
     batch = shapes[lead][dims[lead].index("B")] if rows else 1  # type: ignore[index]
     if batch % by_rows:
-        _warn(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
+        warn_of(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
         rows, by_rows = (), 1
     together = getattr(call, "together", 1)  # channels that must stay on one device
     indivisible = []
     for name, each in dims.items():
         for count in _heads(shapes[name], each):  # type: ignore[arg-type]
             groups = count // together
-            if groups % by_heads and (together > 1 or by_heads % groups):
+            shared = together == 1 and name not in getattr(call, "written", ())
+            if groups % by_heads and not (shared and by_heads % groups == 0):
                 indivisible.append((name, groups))
     # several devices can read one head, but not write it
     indivisible += [("results", count) for each in results for count in _heads(*each) if count // together % by_heads]
     if indivisible:
         name, count = indivisible[0]
-        _warn(f"{name}: {count} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
+        warn_of(f"{name}: {count} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
         heads, by_heads = (), 1
     part, local = parts(call, shapes, by_rows, by_heads)
     for name, letters in dims.items():
         for dim, axes in enumerate(specs[name]):
             moved = tuple(each for each in _sharding.axes_of(axes) if mesh.shape[each] > 1)
             if moved and letters[dim : dim + 1] not in ("B", "H"):
-                _warn(f"{name}: dimension {dim} is sharded over axis {_text(moved)}")
+                warn_of(f"{name}: dimension {dim} is sharded over axis {_text(moved)}")
     return Split(call, part, rows, heads, tuple(local.values()))
 
 
@@ -287,6 +292,6 @@ def _text(axes: Axes) -> str:
 
 
 @functools.cache
-def _warn(problem: str) -> None:
+def _warn(problem: str, instead: str) -> None:
     consequence = "the array is gathered, and each device computes more than its part"
-    warn(f"{problem}; {consequence}. Shard batch or heads, or shard tokens by ejkernel.parallel", GatheredWarning)
+    warn(f"{problem}; {consequence}. {instead}", GatheredWarning)

@@ -653,6 +653,56 @@ def pools():
                 np.testing.assert_array_equal(one, expected, what)
 
 
+def serving():
+    """Pools and pages stay in place with heads sharded; what is gathered for rows or too few heads is said."""
+    random = np.random.default_rng(10)
+    x, states, few, pages = (
+        random.normal(size=each).astype(np.float32) for each in ((4, 4, 8), (4, 4, 8, 8), (4, 2, 8), (4, 2, 2, 8))
+    )
+    slots = np.array([0, 1, 3, -1], np.int32)
+
+    def recurrence(x, states):
+        rows = (x[:, None],) * 3
+        return ejkernel.recurrent_gla(*rows, -abs(rows[0]), states=states, reads=slots, writes=slots)
+
+    def paged(x, few, key_pages):
+        cache, table = ejkernel.PagedCache(key_pages, key_pages + 1), np.arange(4, dtype=np.int32)[:, None]
+        lengths, borders = np.zeros(4, np.int32), np.arange(5, dtype=np.int32)
+        output, (keys, values) = ejkernel.paged_attention(x, few, few, cache, table, lengths, borders)
+        return output, values, keys
+
+    heads, rows, pool = jax.P(None, "x"), jax.P("x"), jax.P(None, "x")
+    for kind, (run, arrays, specs, devices, message) in itertools.product(
+        (AUTO, EXPLICIT),
+        (
+            (recurrence, (x, states), (heads, pool), 4, None),
+            (recurrence, (x, states), (rows, jax.P()), 4, "dimension 1 is sharded over axis 'x'"),
+            (recurrence, (x, states), (jax.P(), rows), 4, "states: dimension 0 is sharded over axis 'x'"),
+            (paged, (x, few, pages), (heads, heads, jax.P(None, None, "x")), 2, None),
+            (paged, (x, few[:, :1], pages[:, :, :1]), (heads, jax.P(), jax.P()), 4, None),
+            (paged, (x, few, pages), (heads, jax.P(), jax.P()), 4, "key_pages: 2 heads, which axis 'x' of 4"),
+            (paged, (x, few, pages), (rows, rows, jax.P()), 4, "query: dimension 1 is sharded over axis 'x'"),
+        ),
+    ):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+        placed = [jax.device_put(each, jax.NamedSharding(mesh, at)) for each, at in zip(arrays, specs, strict=True)]
+        what = f"{run.__name__}, {kind.name}, {specs}"
+        _mesh._warn.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program = jax.jit(run, donate_argnums=len(arrays) - 1).lower(*placed).compile()
+        said = [str(each.message) for each in caught if each.category is ejkernel.GatheredWarning]
+        wanted = jax.jit(run)(*arrays)
+        for one, expected in zip(program(*placed), wanted, strict=True):
+            assert_close(one, expected, 1e-6, what)
+        if message is None:
+            assert not said and not hlo.collectives(program.as_text()), f"{what}: {said}"
+            held = arrays[-1].nbytes // (devices if specs[-1] else 1)
+            assert program.memory_analysis().alias_size_in_bytes == held, what
+        else:
+            assert any(message in each and "jax.shard_map" in each for each in said), f"{what}: {said}"
+
+
 def explicit_utilities():
     """Sums over sharded time, packing of sharded rows, and reordered tokens."""
     for i, op in enumerate(UTILITIES):
@@ -663,6 +713,18 @@ PARTS = {
     each.__name__: each
     for each in (
         *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
-        *(gathers, dropout, parts, shared_heads, transformed, mapped, short_rows, decoding, pools, one_program),
+        *(
+            gathers,
+            dropout,
+            parts,
+            shared_heads,
+            transformed,
+            mapped,
+            short_rows,
+            decoding,
+            pools,
+            serving,
+            one_program,
+        ),
     )
 }

@@ -69,6 +69,16 @@ def _forward_as_primitive(op: Op, static: Any, keep: bool, inputs: Any) -> tuple
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
+def splitting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(call, *arrays)` as an op without a backward pass: devices share its heads, see `_partitioned`."""
+
+    def forward(call: Any, arrays: Any) -> Any:
+        return run(call, *arrays)
+
+    op = Op(forward, forward)
+    return lambda facts, *arrays: call(op, facts, arrays)
+
+
 def _run_forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
     with _kernel_cache.one_pass():
         return op.with_residuals(static, inputs) if keep else (op.forward(static, inputs), None)
