@@ -536,6 +536,11 @@ def transformed():
         second = lambda x, op=op: jax.jvp(jax.grad(lambda x: jnp.sin(op(x)).sum()), (x,), (jnp.cos(x),))[1]  # noqa: E731
         check("second derivatives", second)
 
+    # keeps booleans for its gradient
+    masked = lambda x: jnp.sin(ejkernel.attention(x, x, x, causal=True, dtype=None)[0]).sum()  # noqa: E731
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(EXPLICIT,) * 2)
+    check("second derivatives, Explicit", lambda x: jax.jvp(jax.grad(masked), (x,), (jnp.cos(x),))[1])
+
 
 def mapped():
     """`vmap` over an axis that is sharded over an `Explicit` axis, beside rows and heads over others."""

@@ -158,7 +158,9 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     again, d_outputs = _halves(results)
     outputs = jax.tree.unflatten(tree, map(_either().bind, leaves, again))
     kept = residuals if keep else None
-    return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), jax.tree.map(zeros_like, kept))
+    # symbolic: inside `shard_map` the zero of an array of booleans has to vary over the axes that the array varies over
+    zeros = jax.tree.map(lambda x: Zero(jax.typeof(x).to_tangent_aval()), kept)
+    return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), zeros)
 
 
 def _named(x: Any) -> Any:
