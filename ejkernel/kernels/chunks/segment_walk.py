@@ -51,12 +51,10 @@ def _stream(call: Call, ids: jax.Array) -> Stream:
     token = jnp.arange(T, dtype=np.int32)[None]
     starts = (found.valid & ((token - found.begin) % C == 0)).reshape(-1)
     bound, count = -(-(B * T) // G) * G, starts.sum(dtype=np.int32)
-    # not `jnp.nonzero`, which since JAX 0.12 is of a kind that no primitive may hold
-    place = jnp.where(starts, jnp.cumsum(starts, dtype=np.int32) - 1, bound)
-    low = jnp.zeros(bound, np.int32).at[place].set(jnp.arange(B * T, dtype=np.int32), mode="drop")
+    (low,) = jnp.nonzero(starts, size=bound)
     number = jnp.arange(bound, dtype=np.int32)
     exists = number < count
-    low = low[jnp.clip(number, 0, jnp.maximum(count - 1, 0))]
+    low = low.astype(np.int32)[jnp.clip(number, 0, jnp.maximum(count - 1, 0))]
     row = low // T
     begin, end = (x.reshape(-1)[low] for x in (found.begin, found.end))
     row_begin, row_end = (x[row, 0] for x in (found.row_begin, found.row_end))
