@@ -26,8 +26,8 @@ class SlowerImplementationWarning(UserWarning):
 
 # why kernels cannot serve a call that XLA splits; lowering says so too, where tracing could not know
 NOT_SPLIT = (
-    "XLA cannot split its kernels over several devices; on a mesh with Explicit axes, or inside jax.shard_map, each "
-    "device runs them on its part"
+    "XLA cannot split its kernels over several devices; on a mesh with Explicit axes, none of which vmap maps, or "
+    "inside jax.shard_map, each device runs them on its part"
 )
 
 
@@ -122,7 +122,8 @@ def dispatch(implementations: Sequence[Implementation], call: Any, *arrays: Any,
     mesh = _sharding.explicit_mesh(*arrays)
     mapping = None if mesh is None else _mesh.mapping(call, mesh, arrays)
     part = call if mapping is None else mapping.call
-    chosen = resolve(implementations, part, mesh, platform=platform, mapped=mapping is not None)
+    mapped = mapping is not None and not mapping.by_xla
+    chosen = resolve(implementations, part, mesh, platform=platform, mapped=mapped)
     return _run(chosen, call, mapping, *arrays)
 
 

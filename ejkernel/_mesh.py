@@ -37,7 +37,8 @@ class Call(Protocol):
 
         The first array is the query, whose tokens are `T` or `S`. In ops without heads `H` stands for channels, of
         which an attribute `together` may say how many must stay on one device. `*` stands for the two words of a
-        random key, to which `Split.own` adds which part of the call a device has.
+        random key, to which `Split.own` adds which part of the call a device has. Attributes may name arrays that the
+        call writes to, `written`, and what helps where arrays are gathered, `instead`.
         """
         ...
 
@@ -163,6 +164,9 @@ def split(
 
     `results` are the shapes and dimensions of results, whose heads are split too. Warns of arrays that are gathered.
     """
+    warn_of = functools.partial(
+        _warn, instead=getattr(call, "instead", "Shard batch or heads, or shard tokens by ejkernel.parallel")
+    )
     dims = {name: each for name, each in call.dims().items() if shapes.get(name) is not None}
     letters = next(iter(dims.values()))  # of the query
     # of query, key and value the one with the most heads says over which axes rows and heads are sharded
@@ -173,27 +177,28 @@ def split(
     by_rows, by_heads = _size(mesh, rows), _size(mesh, heads)
     batch = shapes[lead][dims[lead].index("B")] if rows else 1  # type: ignore[index]
     if batch % by_rows:
-        _warn(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
+        warn_of(f"{lead}: {batch} rows, which axis {_text(rows)} of {by_rows} devices does not divide")
         rows, by_rows = (), 1
     together = getattr(call, "together", 1)  # channels that must stay on one device
     indivisible = []
     for name, each in dims.items():
         for count in _heads(shapes[name], each):  # type: ignore[arg-type]
             groups = count // together
-            if groups % by_heads and (together > 1 or by_heads % groups):
+            shared = together == 1 and name not in getattr(call, "written", ())
+            if groups % by_heads and not (shared and by_heads % groups == 0):
                 indivisible.append((name, groups))
     # several devices can read one head, but not write it
     indivisible += [("results", count) for each in results for count in _heads(*each) if count // together % by_heads]
     if indivisible:
         name, count = indivisible[0]
-        _warn(f"{name}: {count} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
+        warn_of(f"{name}: {count} heads, which axis {_text(heads)} of {by_heads} devices does not divide")
         heads, by_heads = (), 1
     part, local = parts(call, shapes, by_rows, by_heads)
     for name, letters in dims.items():
         for dim, axes in enumerate(specs[name]):
             moved = tuple(each for each in _sharding.axes_of(axes) if mesh.shape[each] > 1)
             if moved and letters[dim : dim + 1] not in ("B", "H"):
-                _warn(f"{name}: dimension {dim} is sharded over axis {_text(moved)}")
+                warn_of(f"{name}: dimension {dim} is sharded over axis {_text(moved)}")
     return Split(call, part, rows, heads, tuple(local.values()))
 
 
@@ -210,20 +215,24 @@ class Mapping:
         split: What each device runs.
         results: The specs of the results, sharded over rows and heads alone.
         wanted: The same specs with tokens sharded as the query's tokens are.
+        by_xla: Whether XLA splits the call instead, as along `Auto` axes: `shard_map` takes no axis that `vmap` maps.
     """
 
     mesh: _sharding.AnyMesh
     split: Split
     results: Any
     wanted: Any
+    by_xla: bool
 
     @property
     def call(self) -> Any:
-        """The call that each device runs."""
-        return self.split.call
+        """The call that each device runs, as far as it is known before XLA splits the call."""
+        return self.split.whole if self.by_xla else self.split.call
 
     def run(self, function: Callable[..., Any], *arrays: Any, check_vma: bool = True) -> Any:
         """`function(call, *arrays)` on every device, with the device's call and its shards of the arrays."""
+        if self.by_xla:
+            return _sharding.partitioned(functools.partial(function, self.call), self.wanted, *arrays, mesh=self.mesh)
         axes, specs = frozenset(self.mesh.explicit_axes), self.split.specs()
         placed = [
             x if spec is None else jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
@@ -266,7 +275,7 @@ def mapping(call: Call, mesh: _sharding.AnyMesh, arrays: tuple[Any, ...]) -> Map
     def results(axes: dict[str, Axes]) -> Any:
         return call.result_specs(PartitionSpec(*(axes.get(each) or None for each in letters)))
 
-    return Mapping(mesh, parted, results(axes), results(axes | token_axes))
+    return Mapping(mesh, parted, results(axes), results(axes | token_axes), _sharding.vmap_shards(mesh))
 
 
 def _index(axes: Axes) -> jax.Array:
@@ -283,6 +292,6 @@ def _text(axes: Axes) -> str:
 
 
 @functools.cache
-def _warn(problem: str) -> None:
+def _warn(problem: str, instead: str) -> None:
     consequence = "the array is gathered, and each device computes more than its part"
-    warn(f"{problem}; {consequence}. Shard batch or heads, or shard tokens by ejkernel.parallel", GatheredWarning)
+    warn(f"{problem}; {consequence}. {instead}", GatheredWarning)

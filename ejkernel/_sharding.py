@@ -1,5 +1,6 @@
 """Meshes with `Explicit` axes, where shardings are part of types, for code that leaves shardings to XLA."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,25 @@ def left_to_xla(mesh: AnyMesh | None = None, mapped: bool = False) -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return any(mesh.shape[name] > 1 for name in (*mesh.auto_axes, *(() if mapped else mesh.explicit_axes)))
+
+
+def vmap_shards(mesh: AnyMesh) -> bool:
+    """Whether `vmap` maps arrays here along an axis that is sharded over an `Explicit` axis of the mesh.
+
+    Types inside the mapped function do not say so, but `jax.shard_map` refuses that axis of the mesh.
+    """
+    try:
+        _over_explicit_axes(mesh).eval_shape()
+    except ValueError:
+        return True
+    return False
+
+
+@functools.cache
+def _over_explicit_axes(mesh: AnyMesh) -> Any:
+    """A `shard_map` that does nothing."""
+    axes = frozenset(mesh.explicit_axes)
+    return jax.jit(jax.shard_map(lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names=axes))
 
 
 def partitioned(run: Callable[..., Any], results: Any, *arrays: Any, mesh: AnyMesh | None = None) -> Any:

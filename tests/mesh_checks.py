@@ -536,6 +536,44 @@ def transformed():
         second = lambda x, op=op: jax.jvp(jax.grad(lambda x: jnp.sin(op(x)).sum()), (x,), (jnp.cos(x),))[1]  # noqa: E731
         check("second derivatives", second)
 
+    # keeps booleans for its gradient
+    masked = lambda x: jnp.sin(ejkernel.attention(x, x, x, causal=True, dtype=None)[0]).sum()  # noqa: E731
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(EXPLICIT,) * 2)
+    check("second derivatives, Explicit", lambda x: jax.jvp(jax.grad(masked), (x,), (jnp.cos(x),))[1])
+
+
+def mapped():
+    """`vmap` over an axis that is sharded over an `Explicit` axis, beside rows and heads over others."""
+    mesh = mesh_of(EXPLICIT)
+    shared = {"g_gamma", "weight", "bias", "softmax_aux", "cu_seqlens"}  # by all of the calls
+
+    def put(x, dims, letters, *first):
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*first, *spec(dims, letters))))
+
+    for i, op in enumerate([*ALONE, *SPREADABLE[::2]]):
+        letters, axes = ("B", "BHG", "")[i % 3], {}
+        one, placed = op.values(), {}
+        for name, x in one.items():
+            axes[name] = None if name in shared and "B" not in op.arrays[name] else 0
+            if axes[name] == 0:
+                one[name] = np.stack([x, x if x.dtype == bool or name == "segment_ids" else x / 2])
+            placed[name] = put(one[name], op.arrays[name], letters, *(("time",) if axes[name] == 0 else ()))
+
+        run = jax.jit(with_gradients(jax.vmap(op, (axes,))))
+        entered = jax.set_mesh(mesh) if i % 2 else contextlib.nullcontext()
+        with entered:
+            program = run.lower(*split(placed)).compile()
+            found = program(*split(placed))
+        what = f"{op}, {letters or 'nothing else'} sharded"
+        moved = {each for each, _ in hlo.collectives(program.as_text())}
+        # XLA moves heads of mapped softmax attention, which it splits by itself
+        assert moved <= {"all-reduce"} or ("attention" in op.name and "H" in letters), f"{what}: {moved}"
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(run(*split(one))), strict=True):
+            assert_close(x, y, 1e-5, what)
+        for x, dims in zip(found[0], op.results, strict=True):
+            expected = jax.NamedSharding(mesh, jax.P("time", *spec(dims, letters)))
+            assert x.sharding.is_equivalent_to(expected, x.ndim), f"{what}: {jax.typeof(x)}"
+
 
 def short_rows():
     """Rows of several sequences keep as many states on a device as they do among others, whatever their length."""
@@ -620,6 +658,56 @@ def pools():
                 np.testing.assert_array_equal(one, expected, what)
 
 
+def serving():
+    """Pools and pages stay in place with heads sharded; what is gathered for rows or too few heads is said."""
+    random = np.random.default_rng(10)
+    x, states, few, pages = (
+        random.normal(size=each).astype(np.float32) for each in ((4, 4, 8), (4, 4, 8, 8), (4, 2, 8), (4, 2, 2, 8))
+    )
+    slots = np.array([0, 1, 3, -1], np.int32)
+
+    def recurrence(x, states):
+        rows = (x[:, None],) * 3
+        return ejkernel.recurrent_gla(*rows, -abs(rows[0]), states=states, reads=slots, writes=slots)
+
+    def paged(x, few, key_pages):
+        cache, table = ejkernel.PagedCache(key_pages, key_pages + 1), np.arange(4, dtype=np.int32)[:, None]
+        lengths, borders = np.zeros(4, np.int32), np.arange(5, dtype=np.int32)
+        output, (keys, values) = ejkernel.paged_attention(x, few, few, cache, table, lengths, borders)
+        return output, values, keys
+
+    heads, rows, pool = jax.P(None, "x"), jax.P("x"), jax.P(None, "x")
+    for kind, (run, arrays, specs, devices, message) in itertools.product(
+        (AUTO, EXPLICIT),
+        (
+            (recurrence, (x, states), (heads, pool), 4, None),
+            (recurrence, (x, states), (rows, jax.P()), 4, "dimension 1 is sharded over axis 'x'"),
+            (recurrence, (x, states), (jax.P(), rows), 4, "states: dimension 0 is sharded over axis 'x'"),
+            (paged, (x, few, pages), (heads, heads, jax.P(None, None, "x")), 2, None),
+            (paged, (x, few[:, :1], pages[:, :, :1]), (heads, jax.P(), jax.P()), 4, None),
+            (paged, (x, few, pages), (heads, jax.P(), jax.P()), 4, "key_pages: 2 heads, which axis 'x' of 4"),
+            (paged, (x, few, pages), (rows, rows, jax.P()), 4, "query: dimension 1 is sharded over axis 'x'"),
+        ),
+    ):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+        placed = [jax.device_put(each, jax.NamedSharding(mesh, at)) for each, at in zip(arrays, specs, strict=True)]
+        what = f"{run.__name__}, {kind.name}, {specs}"
+        _mesh._warn.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program = jax.jit(run, donate_argnums=len(arrays) - 1).lower(*placed).compile()
+        said = [str(each.message) for each in caught if each.category is ejkernel.GatheredWarning]
+        wanted = jax.jit(run)(*arrays)
+        for one, expected in zip(program(*placed), wanted, strict=True):
+            assert_close(one, expected, 1e-6, what)
+        if message is None:
+            assert not said and not hlo.collectives(program.as_text()), f"{what}: {said}"
+            held = arrays[-1].nbytes // (devices if specs[-1] else 1)
+            assert program.memory_analysis().alias_size_in_bytes == held, what
+        else:
+            assert any(message in each and "jax.shard_map" in each for each in said), f"{what}: {said}"
+
+
 def explicit_utilities():
     """Sums over sharded time, packing of sharded rows, and reordered tokens."""
     for i, op in enumerate(UTILITIES):
@@ -630,6 +718,18 @@ PARTS = {
     each.__name__: each
     for each in (
         *(own_shard_map, explicit_time, explicit_heads, explicit_utilities, auto_heads),
-        *(gathers, dropout, parts, shared_heads, transformed, short_rows, decoding, pools, one_program),
+        *(
+            gathers,
+            dropout,
+            parts,
+            shared_heads,
+            transformed,
+            mapped,
+            short_rows,
+            decoding,
+            pools,
+            serving,
+            one_program,
+        ),
     )
 }

@@ -16,6 +16,7 @@ them.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -64,9 +65,26 @@ def _forward_as_primitive(op: Op, static: Any, keep: bool, inputs: Any) -> tuple
         return _run_forward(op, static, keep, inputs)
     devices = _partitioned.needs_devices() if op.splits else None
     results = _forward_primitive().bind(
-        *leaves, op=op, static=static, keep=keep, tree=tree, closed=closed, devices=devices
+        *leaves, op=op, static=static, keep=keep, tree=tree, closed=_Traced(closed), devices=devices
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def splitting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(call, *arrays)` as an op without a backward pass: devices share its heads, see `_partitioned`."""
+
+    def forward(call: Any, arrays: Any) -> Any:
+        return run(call, *arrays)
+
+    op = Op(forward, forward)
+    return lambda facts, *arrays: call(op, facts, arrays)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A computation that JAX does not look into: since 0.12 it refuses primitives that hold some of its functions."""
+
+    jaxpr: Any
 
 
 def _run_forward(op: Op, static: Any, keep: bool, inputs: Any) -> tuple[Any, Any]:
@@ -99,7 +117,7 @@ def _forward_primitive() -> Any:
 
     @primitive.def_abstract_eval
     def _(*avals: Any, closed: Any, **_: Any) -> Any:
-        return closed.out_avals
+        return closed.jaxpr.out_avals
 
     def lower(ctx: Any, *values: Any, op: Op, static: Any, keep: bool, tree: Any, closed: Any, devices: Any) -> Any:
         def run(static: Any, *leaves: Any) -> Any:
@@ -108,9 +126,9 @@ def _forward_primitive() -> Any:
         body = None
         if op.splits:
             takes = _partitioned.Operands(inputs=tuple(range(tree.num_leaves)))
-            gives = _partitioned.Operands(outputs=tuple(range(len(closed.out_avals))))
+            gives = _partitioned.Operands(outputs=tuple(range(len(closed.jaxpr.out_avals))))
             body = _partitioned.Body(static, present(tree), takes, gives, run, run)
-        whole = jaxpr_as_fun(closed)
+        whole = jaxpr_as_fun(closed.jaxpr)
         if op.one_device and not _pallas.one_device(ctx.module_context.axis_context):
 
             def whole(*leaves: Any) -> Any:
@@ -148,7 +166,9 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
     again, d_outputs = _halves(results)
     outputs = jax.tree.unflatten(tree, map(_either().bind, leaves, again))
     kept = residuals if keep else None
-    return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), jax.tree.map(zeros_like, kept))
+    # symbolic: inside `shard_map` the zero of an array of booleans has to vary over the axes that the array varies over
+    zeros = jax.tree.map(lambda x: Zero(jax.typeof(x).to_tangent_aval()), kept)
+    return (outputs, kept), (jax.tree.unflatten(tree, d_outputs), zeros)
 
 
 def _named(x: Any) -> Any:

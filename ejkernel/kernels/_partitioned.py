@@ -155,10 +155,13 @@ def _custom_partitioned(body: Body, operands: Sequence[Any], results: Sequence[A
                 split.own(x, part) if isinstance(part, _mesh.Part) else x
                 for x, part in zip(operands, takes, strict=True)
             ]
+            # what one device runs is on no mesh, whatever mesh the caller has entered
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                found = body.run(static, *own)
             # cotangents of inputs are summed over the devices that share them
             return [
                 split.of_all(x, part, each.shape) if isinstance(part, _mesh.Part) else x
-                for x, part, each in zip(body.run(static, *own), gives, results, strict=True)
+                for x, part, each in zip(found, gives, results, strict=True)
             ]
 
         def shardings(parts: Sequence[Any]) -> list[NamedSharding]:

@@ -16,7 +16,7 @@ PARTS = [
     ("sharding", "ring_shard_map"),
     ("own_shard_map", "explicit_heads", "auto_heads", "gathers", "dropout"),
     ("parts", "shared_heads", "transformed", "short_rows", "decoding"),
-    ("pools", "one_program"),
+    ("pools", "serving", "one_program", "mapped"),
     ("explicit_time", "explicit_utilities"),
     (
         "ring_values",

@@ -7,7 +7,7 @@ changes nothing at all; other devices chunks of a fixed size that divides 128, c
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ejkernel._dispatch import Implementation, Later
 from ejkernel.kernels import _varying
+from ejkernel.kernels._differentiable import splitting
 from ejkernel.kernels.chunks import token_walk
 from ejkernel.kernels.chunks.call import Call
 from ejkernel.kernels.chunks.first_gates import decayed
@@ -37,6 +38,12 @@ class PooledCall:
     call: Any
     checkpoints: int  # C
     longest: int  # the most tokens that a sequence may have: those of a batch's rows, of a packed stream all
+
+    instead: ClassVar[str] = "Shard heads, or have devices with pools of their own by jax.shard_map"
+
+    @property
+    def batch(self) -> int:
+        return self.call.batch
 
     @property
     def heads(self) -> int:
@@ -239,8 +246,6 @@ def implementations(recurrence: Recurrence, triton: str) -> tuple[Implementation
 
     return (
         Implementation("pallas", ("tpu",), Later(pallas, "supports"), run_on_tpus, splits=False),
-        Implementation(
-            "triton", ("cuda",), Later(triton, "supports_pooled"), Later(triton, "run_pooled"), splits=False
-        ),
-        Implementation("xla", None, lambda call: None, run_here),
+        Implementation("triton", ("cuda",), Later(triton, "supports_pooled"), splitting(Later(triton, "run_pooled"))),
+        Implementation("xla", None, lambda call: None, splitting(run_here)),
     )

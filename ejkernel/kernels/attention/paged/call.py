@@ -1,7 +1,7 @@
 """A call of attention over pages: its static facts, its arrays, and where its tokens lie."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +55,12 @@ class Call:
     left: int | None = None  # how far back a query sees
     sinks: int | None = None
 
+    instead: ClassVar[str] = (
+        "Shard heads that the axis divides, or have devices with pages of their own by jax.shard_map"
+    )
+    written: ClassVar[tuple[str, ...]] = ("key_pages", "value_pages")
+    batch: ClassVar[int] = 1
+
     @property
     def groups(self) -> int:
         """How many query heads each key/value head serves."""
@@ -72,11 +78,6 @@ class Call:
         """One device's part of the call, where so many devices share its `heads`."""
         pages = shapes["key_pages"]
         assert pages is not None
-        if 1 < self.kv_heads < heads:
-            raise ValueError(
-                f"pages: got {self.kv_heads} heads, and a mesh that shards heads over {heads} devices; expected one "
-                "head, which every device holds, or a multiple of the devices"
-            )
         return replace(self, heads=self.heads // heads, kv_heads=pages[2])
 
     def result_specs(self, query: PartitionSpec) -> Any:
