@@ -88,8 +88,8 @@ no model can get below it.</p>
 <h2>The price of a byte</h2>
 <p>Time and memory to generate one more byte, by the number of bytes before it. Linear attention carries a state of
 fixed size. Softmax attention, in a model of the same size, reads a cache that grows with the context. It is written
-by hand for one sequence on a CPU, as two products with keys and values <code>[H, L, D]</code>, the fastest way that we know
-of.</p>
+by hand for one sequence on a CPU, as two products with keys and values <code>[H, L, D]</code>, the fastest way that we
+know of.</p>
 {cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
 {cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
 <h2>A sample</h2>
