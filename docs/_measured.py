@@ -21,6 +21,7 @@ UNSHOWN = (
     "kda, B1 T65536",
 )
 OPS = ("linear_recurrence_h200", "delta_rule_h200")
+# as in benchmarks/page/blocks.py
 PEERS = {
     "scan": "`lax.scan`",
     "jax.nn": "`jax.nn`, XLA",

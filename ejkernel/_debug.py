@@ -36,7 +36,7 @@ def debug() -> Iterator[None]:
         >>> with ejkernel.debug():
         ...     result = jax.jit(ejkernel.recurrent_gla)(query, key, value, g=jnp.full((1, 8, 2, 4), 0.9))
         Traceback (most recent call last):
-        ValueError: recurrent_gla: g: got only values in (0, 1], as decays are; expected their logs, as by jnp.log
+        ValueError: recurrent_gla: g: got only values in [0, 1], as decays are; expected their logs, as by jnp.log
     """
     # experimental in JAX; new metadata makes its caches miss without clearing them
     from jax.experimental.xla_metadata import set_xla_metadata
@@ -95,12 +95,17 @@ def _problems(arrays: Mapping[str, np.ndarray], has_all_tokens: bool) -> Iterato
             yield from _border_problems(name, arrays[name], count[0] if has_all_tokens else None)
     gates = {name: arrays[name] for name in GATES if name in arrays and arrays[name].size}
     beta = arrays.get("beta")
-    if "g" in gates and beta is not None and beta.size and (gates["g"] > 0).all() and (beta <= 0).all():
-        yield "g, beta: got only values above 0 for g and none for beta, as if they were swapped; expected logs in g"
+    if "g" in gates and beta is not None and beta.size and _none_below_0(gates["g"]) and (beta <= 0).all():
+        yield "g, beta: got no value below 0 for g and none above for beta, as if they were swapped; expected logs in g"
         return
     for name, gate in gates.items():
-        if ((gate > 0) & (gate <= 1)).all():
-            yield f"{name}: got only values in (0, 1], as decays are; expected their logs, as by jnp.log"
+        if _none_below_0(gate) and (gate <= 1).all():
+            yield f"{name}: got only values in [0, 1], as decays are; expected their logs, as by jnp.log"
+
+
+def _none_below_0(gate: np.ndarray) -> bool:
+    """Whether no gate decays and some grow: decays themselves may be 0, and gates that are all 0 keep everything."""
+    return bool((gate >= 0).all() and (gate > 0).any())
 
 
 def _border_problems(name: str, borders: np.ndarray, tokens: int | None) -> Iterator[str]:

@@ -42,8 +42,8 @@ class Op:
         fla: The function of flash-linear-attention that computes the same, as `module:name`.
         benchmark_gates: The gates of calls in benchmarks, if not `gates`.
         own_implementations: The op's implementations, if not those of its core.
-        own_call: Arguments of an ordinary call, as shapes, if not query, key, value and gates. Such an op is neither
-            timed by `ejkernel bench` nor checked by `ejkernel check`.
+        own_call: Arguments of an ordinary call, as shapes, if not query, key, value and gates. `ejkernel bench` does
+            not time such an op.
     """
 
     function: Callable[..., Any]

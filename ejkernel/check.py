@@ -1,6 +1,7 @@
 """`ejkernel check`: every op and implementation that runs on this machine, against the definition in float64."""
 
 import argparse
+import functools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import PagedCache
 from ejkernel._checked import remember
 from ejkernel._command_line import no_device, whole
 from ejkernel._dispatch import PlatformError, _default_platform
-from ejkernel._ops import COMMON, Op
+from ejkernel._ops import OPS, Op
 from ejkernel.bench import exact
 from ejkernel.bench.calls import Arrays, Shape, cotangent, inputs
 
@@ -24,11 +26,12 @@ LIMITS = {"bfloat16": 2e-2, "float32": 2e-4, "float64": 1e-10}
 # Two rows, as most kernels like them, in the dtype of most models; and a packed stream of odd lengths, with a sequence
 # of one token in it, in float32.
 EVEN, ODD, BORDERS = (2, 128, 2, 64), (1, 193, 3, 64), (0, 50, 51, 193)
+PAGE = 16  # tokens in a page of `paged_attention`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call to check, forward and backward; `borders` are those of packed sequences."""
+    """One call to check, forward and backward if it has gradients; `borders` are those of packed sequences."""
 
     op: Op
     platform: str
@@ -75,7 +78,7 @@ def rows(platform: str) -> Iterator[Row]:
     wide = ["float32", *(["float64"] if jnp.zeros(()).dtype == jnp.float64 else [])]
     for dtype in ("bfloat16", *wide):
         shape, borders = (Shape(*EVEN, dtype), None) if dtype == "bfloat16" else (Shape(*ODD, dtype), BORDERS)
-        for op in COMMON.values():
+        for op in OPS.values():
             for each in op.implementations:
                 if platform in (each.devices or (platform,)):
                     # `attention` takes no packed sequences
@@ -86,7 +89,7 @@ def judge(row: Row) -> tuple[str, str]:
     """The verdict on a call, and the reason or the largest error."""
     arrays, upstream = inputs(row.op, row.shape), cotangent(row.shape)
     try:
-        results = _results(row, arrays, upstream)
+        results = _paged(row, arrays) if row.op.name == "paged_attention" else _results(row, arrays, upstream)
     except PlatformError as error:
         return "not run", str(error).partition("cannot serve this call: ")[2] or str(error)
     except Exception as error:  # compilers raise errors of any type
@@ -112,6 +115,29 @@ def _results(row: Row, arrays: Arrays, upstream: jax.Array) -> dict[str, np.ndar
         return {"output": first, **state, **pull(upstream)[0]}
 
     return {name: np.asarray(x, np.float64) for name, x in jax.device_get(run(arrays, upstream)).items()}
+
+
+def _paged(row: Row, arrays: Arrays) -> dict[str, np.ndarray]:
+    """The output of `paged_attention`: first all tokens of each sequence but the last one, then that one."""
+    batch, tokens, heads, dim = row.shape.batch, row.shape.tokens, row.shape.heads, row.shape.dim
+    ends = np.asarray(row.borders if row.borders else range(0, (batch + 1) * tokens, tokens))
+    count = len(ends) - 1
+    columns = -(-int(np.diff(ends).max()) // PAGE)
+    # pages in an order that is not that of the tokens
+    table = jnp.arange(count * columns - 1, -1, -1, dtype=jnp.int32).reshape(count, columns)
+    memory = jnp.zeros((2, count * columns, PAGE, heads, dim), row.shape.dtype)
+    stream = [arrays[name].reshape(-1, heads, dim) for name in ("query", "key", "value")]
+    last = np.zeros(batch * tokens, bool)
+    last[ends[1:] - 1] = True
+    call = jax.jit(functools.partial(row.op.function, platform=row.platform))
+    output = np.zeros(stream[2].shape)
+    pages, lengths = PagedCache(memory[0], memory[1]), jnp.zeros(count, jnp.int32)
+    for turn in (~last, last):
+        borders = jnp.asarray([np.count_nonzero(turn[:end]) for end in ends], jnp.int32)
+        found, pages = call(*(x[turn] for x in stream), pages, table, lengths, borders)
+        output[turn] = np.asarray(found, np.float64)
+        lengths += jnp.diff(borders)
+    return {"output": output.reshape(batch, tokens, heads, dim)}
 
 
 def _worst(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:

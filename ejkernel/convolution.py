@@ -31,7 +31,7 @@ def causal_conv1d(
     writes: AnyArray | None = None,
     at: AnyArray | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each channel mixed with its own last `W` tokens, the token itself among them.
+    """A short causal convolution over tokens, channel by channel: a sum over the last `W` tokens, itself included.
 
         y_t = activation(bias + Σ_{l = 0 … W-1} weight[W-1-l] * x_{t-l})
 
@@ -39,10 +39,10 @@ def causal_conv1d(
     output has the same bits however its sequence is split into calls or packed with others.
 
     Args:
-        x: `[B, T, D]`.
+        x: `[B, T, D]`, tokens of `D` channels.
         weight: `[W, D]`, of which the last row weighs the token itself, and the first the token `W - 1` before it.
         bias: `[D]`; `None` means zeros.
-        activation: What sums go through: `None` or `"silu"`.
+        activation: The activation of the sums: `None` or `"silu"`.
         initial_state: `[B, W - 1, D]`, the inputs before the first token, oldest first; `None` means zeros. It is cast
             to the dtype of `x`.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]` of `N` packed sequences, `[N + 1]`. `x` is then `[1, T, D]` or

@@ -45,13 +45,13 @@ def delta_rule(
         o_t = softmax_scale * S_tᵀ q_t
 
     Args:
-        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
-            reads their head `h // (H / theirs)`.
-        key: `[B, T, ·, K]`.
-        value: `[B, T, ·, V]`.
+        query: `[B, T, ·, K]`, what each token reads the memory with. Query, key and value may each have fewer heads
+            than `H`, any divisor of it: head `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`, where in the memory each token writes.
+        value: `[B, T, ·, V]`, what it writes there.
         beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -119,15 +119,15 @@ def gated_delta_rule(
     Errors are those of `delta_rule`.
 
     Args:
-        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
-            reads their head `h // (H / theirs)`.
-        key: `[B, T, ·, K]`.
-        value: `[B, T, ·, V]`.
+        query: `[B, T, ·, K]`, what each token reads the memory with. Query, key and value may each have fewer heads
+            than `H`, any divisor of it: head `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`, where in the memory each token writes.
+        value: `[B, T, ·, V]`, what it writes there.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
         beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -187,14 +187,14 @@ def kda(
     Errors are those of `delta_rule`.
 
     Args:
-        query: `[B, T, ·, K]`. Query, key and value may each have fewer heads than `H`, any divisor of it: head `h`
-            reads their head `h // (H / theirs)`.
-        key: `[B, T, ·, K]`.
-        value: `[B, T, ·, V]`.
+        query: `[B, T, ·, K]`, what each token reads the memory with. Query, key and value may each have fewer heads
+            than `H`, any divisor of it: head `h` reads their head `h // (H / theirs)`.
+        key: `[B, T, ·, K]`, where in the memory each token writes.
+        value: `[B, T, ·, V]`, what it writes there.
         g: Log decay of each key dim, `[B, T, H, K]`. Any value is legal: 0 keeps, `-inf` forgets everything.
         beta: `[B, T, H]`, how much of a recalled value is replaced: 0 nothing, 1 all, 2 reflects; any value is legal.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.

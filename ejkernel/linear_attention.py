@@ -50,17 +50,18 @@ def recurrent(
         o_t = softmax_scale * S_tᵀ q_t
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         gk: Like `g`, and added to it.
         gv: Log decay of each value dim, `[B, T, H, V]`, or `[B, T, H, 1]`.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -191,15 +192,16 @@ def recurrent_gla(
     Errors are those of `recurrent`.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -254,14 +256,15 @@ def simple_gla(
     Errors are those of `recurrent`.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -316,12 +319,13 @@ def retention(
     Errors are those of `recurrent`.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -386,15 +390,16 @@ def lightning_attn(
     to `num_layers - 1`, is a `ValueError`.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
             layers.
         num_layers: How many layers there are, an int of at least 1.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.
@@ -459,12 +464,13 @@ def linear_attention(
     Errors are those of `recurrent`.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect.

@@ -1,5 +1,6 @@
 """`ejkernel check`: its verdicts, its end, and what it remembers."""
 
+import functools
 import warnings
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel import _checked, _dispatch, check, cli
-from ejkernel._ops import COMMON, OPS
+from ejkernel._ops import OPS
 from ejkernel.bench.calls import Shape
 
 SMALL = Shape(1, 5, 2, 4, "float32")
@@ -86,7 +87,7 @@ def test_every_op_and_implementation_of_a_platform_has_rows():
     for platform in ("cpu", "cuda", "tpu"):
         expected = {
             (name, each.name)
-            for name, op in COMMON.items()
+            for name, op in OPS.items()
             for each in op.implementations
             if platform in (each.devices or (platform,))
         }
@@ -96,6 +97,19 @@ def test_every_op_and_implementation_of_a_platform_has_rows():
         assert len(rows) == 2 * len(expected)
     with jax.enable_x64(True):
         assert "float64" in {row.shape.dtype for row in check.rows("cpu")}
+
+
+@pytest.mark.parametrize("shape, borders", [(Shape(2, 20, 2, 8, "bfloat16"), None), (SMALL, (0, 2, 3, 5))])
+def test_pages_are_checked_by_prompts_and_single_tokens(shape, borders):
+    row = check.Row(OPS["paged_attention"], "xla", shape, borders)
+    assert check.judge(row)[0] == "ok"
+
+    def forgetful(query, key, value, pages, *rest, platform):
+        output, _ = OPS["paged_attention"].function(query, key, value, pages, *rest, platform=platform)
+        return output, pages
+
+    verdict, why = check.judge(replace(row, op=replace(row.op, function=functools.wraps(row.op.function)(forgetful))))
+    assert verdict == "WRONG" and why.startswith("output: an error of ")
 
 
 def test_tpus_are_told_once_until_it_has_passed(monkeypatch):

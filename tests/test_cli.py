@@ -93,7 +93,7 @@ def run(command):
 PYTHON = f"exec {sys.executable} -m"
 
 
-@pytest.mark.parametrize("command", ["examples.demo", "ejkernel.cli info"])
+@pytest.mark.parametrize("command", ["examples.demo", "ejkernel info"])
 def test_a_reader_that_leaves_ends_it_quietly(command, tmp_path):
     pipe = f"({PYTHON} {command} | head -n 0; exit ${{PIPESTATUS[0]}})"
     run = subprocess.run(["bash", "-c", pipe], cwd=tmp_path, capture_output=True, text=True, env=HERE)

@@ -19,9 +19,10 @@ def borders(*values):
 
 
 CASES = [
-    (ejkernel.recurrent_gla, {"g": 0.9 * X}, r"recurrent_gla: g: got only values in \(0, 1\], as decays are"),
-    (ejkernel.recurrent, {"gv": X}, r"recurrent: gv: got only values in \(0, 1\]"),
-    (ejkernel.recurrent, {"g_gamma": X[0, 0, :, 0]}, r"recurrent: g_gamma: got only values in \(0, 1\]"),
+    (ejkernel.recurrent_gla, {"g": 0.9 * X}, r"recurrent_gla: g: got only values in \[0, 1\], as decays are"),
+    (ejkernel.recurrent_gla, {"g": np.where(HOLE > 0, X, 0)}, r"recurrent_gla: g: got only values in \[0, 1\]"),
+    (ejkernel.recurrent, {"gv": X}, r"recurrent: gv: got only values in \[0, 1\]"),
+    (ejkernel.recurrent, {"g_gamma": X[0, 0, :, 0]}, r"recurrent: g_gamma: got only values in \[0, 1\]"),
     (ejkernel.gated_delta_rule, {"g": BETA, "beta": LOG}, "gated_delta_rule: g, beta: got .* as if they were swapped"),
     (ejkernel.retention, {"key": HOLE}, r"retention: key: got NaN in 1 of 48 values, the first at \[0, 3, 1, 2\]"),
     (ejkernel.retention, {"cu_seqlens": borders(1, 6)}, "retention: cu_seqlens: got first value 1; expected 0"),

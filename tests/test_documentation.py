@@ -117,7 +117,7 @@ def test_search_works_on_files(site, pages):
 
 
 def test_formulas_are_typeset(site, pages):
-    for path in ("ops/recurrent.html", "ops/attention.html", "linear_recurrence.html", "published.html"):
+    for path in ("ops/recurrent.html", "ops/attention.html", "linear_recurrence.html", "published/gated_rnns.html"):
         assert pages[path].formulas, path
     for path, page in pages.items():
         assert "$$" not in "".join(page.paragraphs), path
@@ -153,7 +153,7 @@ def test_times_of_layers_are_what_was_measured(pages):
     for cell, number in ((training[1], "ms"), (training[3], "projections_ms")):
         said = [None if each == "-" else float(each) for each in cell.split(" / ")]
         assert said == [each and pytest.approx(each, rel=0.05) for each in (forward.get(number), gradients.get(number))]
-    step = next(row for row in pages["decoding.html"].rows if row and row[0] == "GatedDeltaNet")
+    step = next(row for row in pages["serving.html"].rows if row and row[0] == "GatedDeltaNet")
     (one,) = (row["ms"] for row in measured("steps_h200") if row["name"] == "GatedDeltaNet, step B1")
     (count,) = (row for row in measured("steps_compiled") if row["name"] == "GatedDeltaNet, step B1")
     least = 24 * (count["parameters_mb"] + 2 * count["carried_mb"]) / 4154

@@ -1,4 +1,4 @@
-"""What `docs/published.md` and its neighbours say other ops are here, against float64 loops over tokens.
+"""What the pages of `docs/published` and their neighbours say other ops are here, against float64 loops over tokens.
 
 The functions are those of the pages' own blocks, so what users copy is what is tested.
 """
@@ -17,9 +17,10 @@ import ejkernel
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def run(name, *arguments, page="published.md", **options):
+def run(name, *arguments, page="published/*.md", **options):
     """Calls the function that a Python block of a page defines, with arrays in float32."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    text = "".join(path.read_text() for path in DOCS.glob(page))
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (block,) = (each for each in blocks if f"def {name}(" in each)
     tree, found = ast.parse(block), {}
     # without the lines that show it at work, which the tests of the pages run

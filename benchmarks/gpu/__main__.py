@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "flash_attention": ("attention", {}),
     "attention": ("cudnn", {}),
     "layers": ("layers", {}),
-    # CUDA graphs of our kernels, docs/decoding.md
+    # CUDA graphs of our kernels, docs/serving.md
     "steps": ("layers", {"XLA_FLAGS": "--xla_gpu_enable_dynamic_slice_fusion=false"}),
     "serving": ("serving", {}),
     "heads": ("ops", {}),

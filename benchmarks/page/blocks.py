@@ -95,8 +95,8 @@ def _crossings(machine: Machine) -> Iterator[Block]:
     softmax = {direction: machine.fastest_softmax(direction) for direction in DIRECTIONS}
     linear = [op for op in machine.ops if not machine.is_softmax(op)]
     yield Paragraph(
-        "Softmax is the fastest that was measured at each length, ours or a peer's. Between measured lengths the "
-        "crossing is read off the straight line in the picture."
+        "Softmax attention is the fastest that was measured at each length, ours or another library's. Between "
+        "measured lengths, times are taken from the straight line in the picture."
     )
     rows = [
         [op, *(figures.crossing_words(machine.curve(op, OURS, each), softmax[each]) for each in DIRECTIONS)]
@@ -105,17 +105,25 @@ def _crossings(machine: Machine) -> Iterator[Block]:
     yield Table(["softmax is faster than", *DIRECTIONS], rows)
 
 
+# the names of peers on all pages; in results files and on the command line they are shorter
+PEERS = {"scan": "lax.scan", "jax.nn": "jax.nn, XLA", "cudnn": "jax.nn, cuDNN"}
+
+
 def _peers(machine: Machine) -> Iterator[Block]:
     pairs = [(op, who) for op in machine.ops for who in machine.peers(op)]
     if not pairs:
         return
     yield Heading(3, f"Peers on {machine.name}")
     yield Paragraph(
-        "How many times as long as ours a peer takes, forward / forward + backward, by tokens; below 1 it is faster."
+        "A peer's time divided by ours, forward / forward + backward, by the number of tokens; above 1 ours is "
+        "faster. lax.scan is a loop over tokens, jax.nn is jax.nn.dot_product_attention."
     )
     yield Table(
         ["op", "peer", *map(str, machine.lengths)],
-        [[op, who, *(_ratios(machine, op, who, tokens) for tokens in machine.lengths)] for op, who in pairs],
+        [
+            [op, PEERS.get(who, who), *(_ratios(machine, op, who, tokens) for tokens in machine.lengths)]
+            for op, who in pairs
+        ],
     )
 
 
@@ -130,8 +138,9 @@ def _table(machine: Machine) -> Iterator[Block]:
         return
     yield Heading(3, f"{tokens} tokens on {machine.name}")
     yield Paragraph(
-        "Forward / forward + backward; `MB beside` is memory beside arguments and results, `error` the relative norm "
-        "against float64 at the longest length that was checked, of the output / of the worst gradient."
+        "Forward / forward + backward. `MB beside` is memory in addition to arguments and results. `error` is that of "
+        "the output / of the worst gradient at the longest length that was checked: the norm of the difference from "
+        "float64 divided by the norm."
     )
     lines = []
     for op in machine.ops:
@@ -163,7 +172,8 @@ def _not_run(machine: Machine) -> Iterator[Block]:
             # the numbers in a reason differ from length to length
             kind = re.sub(r"[\d.e+]+", "#", reason.split(" already: ")[-1])
             kind = "memory" if "RESOURCE_EXHAUSTED" in kind else kind
-            who = row.who if row.dtype == machine.dtype else f"{row.who}, {row.dtype}"
+            name = PEERS.get(row.who, row.who)
+            who = name if row.dtype == machine.dtype else f"{name}, {row.dtype}"
             reasons.setdefault((who, row.direction, kind), []).append(row)
     lines = []
     for (who, direction, _), rows in reasons.items():

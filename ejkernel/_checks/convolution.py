@@ -53,7 +53,7 @@ def convolution(x: Any, weight: Any, bias: Any, initial_state: Any, borders: Any
 
 
 def activation(x: Any) -> Literal["silu"] | None:
-    """What sums go through, `None` or `"silu"`."""
+    """The activation of the convolution's sums: `None` or `"silu"`."""
     if x is None:
         return None
     if not isinstance(x, str) or x != "silu":

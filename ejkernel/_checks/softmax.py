@@ -94,8 +94,8 @@ def sinks(dims: Dims, logits: Any) -> jax.Array | None:
 
 
 def soft_cap(cap: Any) -> float | None:
-    """`logits_soft_cap`, if given, within a range that float32 has numbers for quotients by."""
-    # beyond these a cap bends nothing, or everything
+    """`logits_soft_cap`, if given, limited to numbers that float32 scores can be divided by."""
+    # beyond these limits a cap changes no score, or makes all of them 0
     return None if cap is None else min(max(positive("logits_soft_cap", cap), 2.0**-100), 2.0**100)
 
 

@@ -67,7 +67,7 @@ def floating_dtype(argument: str, dtype: Any) -> np.dtype:
 
 
 def precision(argument: str, dtype: np.dtype, got: str = "") -> None:
-    """A floating-point dtype that all ops take; those of 8 bits and less promote to nothing.
+    """Refuses dtypes that ops do not take: JAX promotes floats of 8 bits and less to no other dtype.
 
     Errors write `got` before the dtype.
     """

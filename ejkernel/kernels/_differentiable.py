@@ -172,7 +172,7 @@ def _forward_jvp(op: Op, static: Any, keep: bool, primals: tuple[Any], tangents:
 
 
 def _named(x: Any) -> Any:
-    """`x` by a name for policies of `jax.checkpoint`: one that saves it spares the backward pass the forward pass."""
+    """`x` with a name for policies of `jax.checkpoint`: if it is saved, the forward pass does not run again."""
     return checkpoint_name(x, SAVED)
 
 

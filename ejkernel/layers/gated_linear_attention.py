@@ -37,7 +37,7 @@ class GatedLinearAttention(GatedOutputLayer):
         memory: The shortest and the longest initial time constant of the decay, in tokens.
         convolution: How many tokens a short convolution of queries, keys and values spans, the token itself included;
             `None` is without one. From 2 on, if queries and keys have equally many heads, keys are initialised as the
-            queries of the token before: a query then finds what followed when the text last looked like this.
+            queries of the token before: at first a query then reads the values that followed tokens like its own.
         epsilon: Added to the mean square in the norm.
         dtype: The dtype to compute in; `None` is that of the input. Norms, gates and the state are in at least float32.
         param_dtype: The dtype of projections and convolutions; other parameters are in at least float32.

@@ -59,17 +59,18 @@ def recurrent(
     axes of the mesh stay as JAX has them.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         gk: Like `g`, and added to it.
         gv: Log decay of each value dim, `[B, T, H, V]`, or `[B, T, H, 1]`.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
@@ -121,15 +122,16 @@ def recurrent_gla(
     With and without `mesh` it is called as `parallel.recurrent` is.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each key dim, `[B, T, H, K]`, or `[B, T, H, 1]` for one a head. Any value is legal: 0 keeps,
             `-inf` forgets everything.
         g_gamma: Log decay of each head at every token, `[H]`, `[1, H]` or `[B, H]` (packed: `[N, H]`).
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
@@ -171,14 +173,15 @@ def simple_gla(
     With and without `mesh` it is called as `parallel.recurrent` is.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         g: Log decay of each head, `[B, T, H]` (packed: `[T, H]` for unbatched arrays). Any value is legal: 0 keeps,
             `-inf` forgets everything.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
@@ -219,12 +222,13 @@ def retention(
     With and without `mesh` it is called as `parallel.recurrent` is.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
@@ -267,15 +271,16 @@ def lightning_attn(
     With and without `mesh` it is called as `parallel.recurrent` is.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         layer_idx: The layer's number, from 0: an int, or an array of one number, which may be traced, as in a scan over
             layers.
         num_layers: How many layers there are, an int of at least 1.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They
@@ -317,12 +322,13 @@ def linear_attention(
     With and without `mesh` it is called as `parallel.recurrent` is.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H, K]`.
-        value: `[B, T, H, V]`. Query, key and value may each have fewer heads, any divisor of `H`, the largest number of
-            the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention or Mamba-2.
+        query: `[B, T, H, K]`, what each token reads the memory with.
+        key: `[B, T, H, K]`, where in the memory each token writes.
+        value: `[B, T, H, V]`, what it writes there. Query, key and value may each have fewer heads, any divisor of
+            `H`, the largest number of the three: head `h` reads their head `h // (H / theirs)`, as in grouped attention
+            or Mamba-2.
         softmax_scale: What the output is multiplied by; `None` means `K ** -0.5`.
-        initial_state: `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
+        initial_state: The state to start from, `[B, H, K, V]`, or `[H, K, V]` for every row; `None` means zeros.
         reverse: Visit the tokens last to first; the final state is then the one after token 0.
         cu_seqlens: Borders `[0, l1, l1 + l2, …]`, `[N + 1]`, of `N` sequences in arrays `[1, T, …]` or `[T, …]`; states
             are then `[N, H, K, V]`. Tokens past the last border are padding: output 0, no gradient, no effect. They

@@ -10,7 +10,7 @@ Mixer = Callable[[int, int, nnx.Rngs], Any]
 
 
 class Block(nnx.Module):
-    """A layer that mixes tokens and one that does not, each beside what passes by them."""
+    """A layer that mixes tokens, then an MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, mixer: Mixer, width: int, heads: int, rngs: nnx.Rngs) -> None:
         self.mixer_norm = nnx.RMSNorm(width, rngs=rngs)

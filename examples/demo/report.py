@@ -79,16 +79,17 @@ def page(
 <p>All that a model needs to know of it; inside it is one call of <code>ejkernel.recurrent_gla</code>.</p>
 <pre>{escape(code(settings))}</pre>
 <h2>Loss against the floor</h2>
-<p>Documents say where people are and ask for it later. All chance in them is drawn by the generator, so their entropy
-is known, and no model can get below it.</p>
+<p>Documents say where people are and ask for it later. A program draws them at random, so their entropy is known:
+no model can get below it.</p>
 {_loss_plot(history, score)}
 <h2>Recall by distance</h2>
 <p>An answer counts if each of its bytes is the model's likeliest. Chance is a guess among the places told so far.</p>
 {_recall_plot(score)}
 <h2>The price of a byte</h2>
-<p>Generated one at a time. Linear attention carries a state of fixed size. Softmax attention, in a model of the same
-size, reads a cache that grows with the context; it is written by hand for one sequence on a CPU, as two products with
-keys and values <code>[H, L, D]</code>, which is the fastest that we know of.</p>
+<p>Time and memory to generate one more byte, by the number of bytes before it. Linear attention carries a state of
+fixed size. Softmax attention, in a model of the same size, reads a cache that grows with the context. It is written
+by hand for one sequence on a CPU, as two products with keys and values <code>[H, L, D]</code>, the fastest way that we
+know of.</p>
 {cost_plot("Time for a byte", "milliseconds", linear, softmax, lambda cost: cost.milliseconds)}
 {cost_plot("Memory carried", "megabytes", linear, softmax, lambda cost: cost.state_bytes / 1e6)}
 <h2>A sample</h2>

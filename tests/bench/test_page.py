@@ -39,7 +39,7 @@ def test_the_page_names_the_fastest_softmax_and_the_reasons(tmp_path):
     made = blocks.files(tmp_path / "a.md", [report], [])
     text = made[tmp_path / "a.md"]
     assert "| retention | below about 130 | - |" in text
-    assert f"- scan, forward, from 256 tokens, for retention: {late}\n- fla: needs an NVIDIA GPU\n" in text
+    assert f"- lax.scan, forward, from 256 tokens, for retention: {late}\n- fla: needs an NVIDIA GPU\n" in text
     for path in list(made)[1:]:
         assert f"(a/{path.name})" in text and made[path].startswith("<svg")
     (html,) = blocks.files(tmp_path / "a.html", [report], []).values()

@@ -1,6 +1,6 @@
 """Softmax attention, with its weights (`ATTENTION`) and in blocks without them (`FLASH_ATTENTION`).
 
-Fastest first, on each device, as `benchmarks/results` has it.
+The implementations of each are in order of speed on their device, as measured in `benchmarks/results`.
 """
 
 from ejkernel._dispatch import Implementation, Later

@@ -1,7 +1,7 @@
 """Softmax attention by cuDNN, through `jax.nn.dot_product_attention`, for the calls that it gets right.
 
-The limits in `supports` are those of JAX 0.10 to 0.12, read from their sources, and then some: an option is in when a
-test on a GPU compares its output and gradients with the oracle's.
+The limits in `supports` are those of JAX 0.10 to 0.12, read from their sources. An option is supported only if a test
+on a GPU compares its output and gradients with the oracle's.
 """
 
 import functools

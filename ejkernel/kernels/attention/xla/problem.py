@@ -72,8 +72,8 @@ def problem(call: Call, inputs: Inputs, few: bool = False, apart: bool = False) 
     """The `Problem` of a call; for few queries, keys and values stay in the layout that they come in.
 
     Packed sequences share blocks of queries unless they are to be `apart` or queries are few: the number of blocks then
-    does not depend on the number of sequences. Sums of products over tokens need `finite` there, lest a NaN of one
-    sequence reach another.
+    does not depend on the number of sequences. Sums of products over tokens need `finite` there, so that no NaN of one
+    sequence reaches another.
     """
     packed, ids = inputs.cu_seqlens is not None, inputs.segment_ids
     mixed = not few and (ids is not None or (packed and not apart))

@@ -1,7 +1,7 @@
-"""Rows of several sequences on a TPU: as one sequence a row, which forgets everything wherever another one begins.
+"""Rows of several sequences on a TPU, computed as one sequence a row with a gate of `-inf` where a sequence begins.
 
-A gate of `-inf` is that: kernels multiply by exactly 0. But 0 times NaN is NaN. So tokens that hold anything but
-numbers are taken for padding, and their sequences' results, which are not numbers either, are put in afterwards.
+There kernels multiply the state by exactly 0. But 0 times NaN is NaN. So tokens that hold NaN or inf are treated as
+padding, and NaN is written to the results of their sequences afterwards.
 """
 
 import functools
