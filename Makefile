@@ -14,13 +14,16 @@ demo: $(VENV)/.demo
 # (PYENV_VERSION makes pyenv offer that Python; elsewhere it means nothing.)
 NEWEST ?= PYENV_VERSION=3.12 python3.12
 PYTEST := pytest -n $(WORKERS) --dist worksteal
+# The tests start dozens of interpreters. Where the environment has Python keep no bytecode, each would compile all of
+# JAX's sources anew, for a second or two; so it is kept, in a folder of ours.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(CURDIR)/build/bytecode'
 
 test: lint $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m $(PYTEST) tests
+	$(BYTECODE) JAX_PLATFORMS=cpu $(BIN)/python -m $(PYTEST) tests
 
 newest: $(VENV)-newest/.dev
 
-ON_NEWEST := JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST)
+ON_NEWEST := $(BYTECODE) JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m $(PYTEST)
 test-newest: newest
 	$(ON_NEWEST) tests
 

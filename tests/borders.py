@@ -79,19 +79,26 @@ def ops() -> dict[str, Taker]:
 
 
 def layers() -> dict[str, Taker]:
-    """The layers, made once; they need Flax."""
+    """The layers, made once; they need Flax. Weights are all 1, as drawing them would compile programs."""
     from flax import nnx
 
     from ejkernel import layers
 
     x = X.reshape(TOKENS, 8)
-    made = {
-        "GatedLinearAttention": layers.GatedLinearAttention(8, 2, rngs=nnx.Rngs(0)),
-        "Retention": layers.Retention(8, 2, rngs=nnx.Rngs(0)),
-        "LightningAttention": layers.LightningAttention(8, 2, layer_idx=1, num_layers=3, rngs=nnx.Rngs(0)),
-        "MultiHeadAttention": layers.MultiHeadAttention(8, 2, rngs=nnx.Rngs(0)),
+    options: dict[str, dict[str, int]] = {
+        "GatedLinearAttention": {},
+        "Retention": {},
+        "LightningAttention": {"layer_idx": 1, "num_layers": 3},
+        "MultiHeadAttention": {},
     }
-    return {f"layers.{name}": Taker(lambda cu, layer=layer: layer(x, None, cu)) for name, layer in made.items()}
+
+    def made(name: str) -> Any:
+        shapes = nnx.eval_shape(lambda: getattr(layers, name)(8, 2, **options[name], rngs=nnx.Rngs(0)))
+        graph, parameters = nnx.split(shapes)
+        return nnx.merge(graph, jax.tree.map(lambda each: np.ones(each.shape, each.dtype), parameters))
+
+    every = {name: made(name) for name in options}
+    return {f"layers.{name}": Taker(lambda cu, layer=layer: layer(x, None, cu)) for name, layer in every.items()}
 
 
 TAKERS = {

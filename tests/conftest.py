@@ -34,6 +34,15 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 hypothesis.settings.load_profile(PROFILE)
 
 
+# Of tests that take half a minute each, two that one worker has left at the end would keep the other waiting.
+LONGEST = ("test_triton_compile.py", "test_parallel.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest come first; all else stays as it is."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish():
     """What is there now stays there: the collector need not go through it again for every few functions traced."""
     gc.collect()
