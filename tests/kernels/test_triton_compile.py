@@ -90,12 +90,18 @@ FEW_CONVOLUTION = [
     (80, "float16", "7x96", "segments"),
     (120, "bfloat16", "1x2048", "rows+states"),
 ]
+DIMS_PAGED = ("64x64", "128x128", "192x128", "256x256", "512x512", "576x512")
 EVERY_PAGED = [
     case
-    for case in itertools.product(KIBIBYTES, DTYPES, ("64x64", "128x128", "256x256", "576x512"), ("decoding", "window"))
-    if case[0] in (90, 100) or case[1:3] != ("float32", "576x512")
+    for case in itertools.product(KIBIBYTES, DTYPES, DIMS_PAGED, ("decoding", "window"))
+    if case[0] in (90, 100) or case[1] != "float32" or case[2] not in ("512x512", "576x512")
 ]
-FEW_PAGED = [(90, "bfloat16", "576x512", "decoding"), (89, "float32", "128x128", "prompts")]
+FEW_PAGED = [
+    (90, "bfloat16", "576x512", "decoding"),
+    (89, "float32", "128x128", "prompts"),
+    (90, "float32", "192x128", "prompts"),
+    (90, "bfloat16", "512x512", "prompts"),
+]
 
 LAYERS = ("gla", "delta", "kda", "mamba")
 EVERY_STEP = list(itertools.product(KIBIBYTES, DTYPES, ("128x128", "256x256", "24x40"), LAYERS))

@@ -76,7 +76,8 @@ def tile_of(call: Call, split: bool = True) -> Tile:
     if row <= 512:
         return Tile(64, 32, warps=8, stages=5 if large else 1)
     if row <= 1024:
-        return Tile(64, 32, warps=8, stages=5) if large else Tile(32, 16, warps=4)
+        # of keys and values apart, no second block fits beside the first
+        return Tile(64, 32, warps=8, stages=5 if call.latent else 1) if large else Tile(32, 16, warps=4)
     return Tile(32, 16, warps=8)
 
 
