@@ -116,7 +116,12 @@ FEW_ROTARY = [(90, "bfloat16", "128x128", "softmax")]
 EVERY_GATED_NORM = list(
     itertools.product(KIBIBYTES, DTYPES, ("16x128", "1x4096", "2x8192", "3x5"), ("heads", "groups"))
 )
-FEW_GATED_NORM = [(90, "bfloat16", "16x128", "heads"), (90, "bfloat16", "1x4096", "groups")]
+FEW_GATED_NORM = [
+    (90, "bfloat16", "16x128", "heads"),
+    (90, "float32", "1x4096", "groups"),
+    (89, "bfloat16", "2x8192", "groups"),
+    (120, "bfloat16", "16x128", "groups"),
+]
 
 # a script, its calls, and kernels that any of them has
 SCRIPTS = [

@@ -10,6 +10,7 @@ import jax
 from ejkernel.kernels import _differentiable, _launch, _varying
 from ejkernel.kernels._launch import Tile, padded, shape
 from ejkernel.kernels._op import Op
+from ejkernel.kernels._shared_memory import KIBIBYTES, MEMORY, SMALL
 from ejkernel.kernels.gated_norm import xla
 from ejkernel.kernels.gated_norm.call import Call, Inputs, fold
 from ejkernel.xla_utils.utils import cdiv
@@ -18,7 +19,9 @@ DEVICE = "ejkernel.kernels.gated_norm.triton.device.rows"
 _ELEMENTS = 8192  # of an array that a program holds at once; the most dims, too
 _ELEMENTS_OF_WARP = 1024
 _ROWS = 64  # the least rows of a program: in the backward pass, longer programs write fewer partial sums
-_STAGES = 3  # blocks that are loaded ahead, and the one that is computed
+_AHEAD = 2  # blocks that are loaded ahead, if they fit in shared memory
+_ARRAYS = 5  # that a program reads at most
+_SUMS = 8  # KiB of shared memory in which warps add up what they have
 
 
 def supports(call: Call) -> str | None:
@@ -54,7 +57,10 @@ class Constants:
 def _constants(call: Call) -> Constants:
     heads = 1 if call.shared_scale else call.heads
     rows, columns = call.batch * call.tokens * call.heads // heads, padded(call.dim)
-    block = min(_ELEMENTS // columns, padded(rows, 1))
+    memory = (KIBIBYTES[MEMORY.get(_launch.capability() or 90, SMALL)] - _SUMS) * 1024
+    fitting = memory // (_AHEAD * _ARRAYS * call.dtype.itemsize)
+    elements = min(_ELEMENTS, 1 << (fitting.bit_length() - 1))
+    block = min(max(elements // columns, 1), padded(rows, 1))
     span = min(max(8 * block, _ROWS), cdiv(rows, block) * block)
     return Constants(
         heads=heads,
@@ -64,7 +70,7 @@ def _constants(call: Call) -> Constants:
         block=block,
         span=span,
         spans=cdiv(rows, span),
-        stages=_STAGES,
+        stages=_AHEAD + 1 if columns <= elements else 1,
         epsilon=call.dim * call.epsilon,
         root=math.sqrt(call.dim),
         silu=call.activation == "silu",
