@@ -71,10 +71,16 @@ NUMBERS = {
 
 
 def _triton(results: str) -> Iterator[list[str]]:
-    yield ["call", *(title for title, _ in NUMBERS.values())]
+    yield ["call", *(title for title, _ in NUMBERS.values()), "measured"]
     for call, rows in _calls(results):
         cells = (_both(rows, name, form) for name, (_, form) in NUMBERS.items())
-        yield [call, *cells]
+        yield [call, *cells, _dates(rows)]
+
+
+def _dates(rows: dict[str, dict[str, Any]]) -> str:
+    """When the rows of a call were measured, in November 2026; older files say no day."""
+    days = [row.get("date", "")[8:] for row in rows.values()]
+    return " / ".join(f"{each} Nov" if each else "before 17 Nov" for each in dict.fromkeys(days))
 
 
 def _both(rows: dict[str, dict[str, Any]], name: str, form: str) -> str:
@@ -149,6 +155,8 @@ def _flash() -> Iterator[list[str]]:
         "largest_error": "{:.1e}",
     }
     for call, rows in _attention().items():
+        if "tangents" in rows:
+            continue
         cells = []
         for name, form in columns.items():
             known = {way: row for way, row in rows.items() if row.get(name)}
