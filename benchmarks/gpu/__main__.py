@@ -91,7 +91,10 @@ def missing() -> str:
 def run(part: str, given: argparse.Namespace, seconds: float) -> int:
     """The exit status of a part in a process of its own."""
     if part == TESTS:
-        return ended([sys.executable, "-m", "pytest", "-m", "gpu", *test_files()], os.environ, seconds)
+        # most of a test is tracing and compiling, so several share the GPU; pytest-benchmark warns beside pytest-xdist
+        several = ["-n", str(min(12, os.cpu_count() or 1)), "-p", "no:benchmark"]
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return ended([sys.executable, "-m", "pytest", *several, "-m", "gpu", *test_files()], environment, seconds)
     module, settings = PARTS[part]
     command = [sys.executable, "-m", "benchmarks.gpu.part", f"{module}:{part}", str(given.folder), str(seconds)]
     if given.described:
