@@ -78,9 +78,10 @@ def _triton(results: str) -> Iterator[list[str]]:
 
 
 def _dates(rows: dict[str, dict[str, Any]]) -> str:
-    """When the rows of a call were measured, in November 2026; older files say no day."""
-    days = [row.get("date", "")[8:] for row in rows.values()]
-    return " / ".join(f"{each} Nov" if each else "before 17 Nov" for each in dict.fromkeys(days))
+    """When the rows of a call were measured, in November 2026."""
+    days = dict.fromkeys(row.get("date", "")[8:] for row in rows.values())
+    # older files do not say
+    return " / ".join(f"{each} Nov" if each else "before 17 Nov" for each in days)
 
 
 def _both(rows: dict[str, dict[str, Any]], name: str, form: str) -> str:

@@ -28,6 +28,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ejkernel.attention import attention, flash_attention
+from ejkernel.kernels import _differentiable
 from ejkernel.kernels._xla.flash_attention import _interface
 from ejkernel.kernels._xla.flash_attention import flash_attention as pinned
 
@@ -337,11 +338,17 @@ def test_memory_is_linear(name):
 
 
 def loop_lengths(jaxpr):
-    """Of every loop in a program, those inside others too."""
+    """Of every loop in a program, those inside others and inside an op's passes too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             yield equation.params["length"]
-        for each in jaxprs_in_params(equation.params):
+        inner = list(jaxprs_in_params(equation.params))
+        if equation.primitive.name == "ejkernel_forward":
+            inner.append(equation.params["closed"].jaxpr.jaxpr)
+        if equation.primitive.name == "ejkernel_transpose":
+            backward = functools.partial(_differentiable._run_transpose, **equation.params)
+            inner.append(jax.make_jaxpr(backward)(*(each.aval for each in equation.invars)).jaxpr)
+        for each in inner:
             yield from loop_lengths(each)
 
 
