@@ -2,9 +2,9 @@
 
 JAX_PLATFORMS=cpu EJKERNEL_CACHE_DIR=kernels PYTHONPATH=tests python -m pytest -p compile_ahead -m gpu tests/kernels
 
-With the files of that folder, the tests take a tenth of the time on a machine with a GPU of capability 90 and the same
-versions of JAX, jax-triton and Triton. JAX's CUDA plugin has to be installed (`jax[cuda13]`). Kernels give zeros here,
-so a test that compares them with anything is skipped there.
+With the files of that folder, tests need no Triton compiler on a machine with a GPU of capability 90 and the same
+versions of JAX, jax-triton and Triton: they took 4 s each there, and 10 to 40 s of compiling here. JAX's CUDA plugin
+has to be installed (`jax[cuda13]`). Kernels give zeros here, so a test that compares them with anything is skipped.
 """
 
 import os
