@@ -31,11 +31,12 @@ FEW = [
     (89, "float32", "512x512", "key+value"),
     (100, "bfloat16", "64x64", "head"),
     (120, "bfloat16", "512x512", "key"),
+    (90, "bfloat16", "128x32", "key"),
     (90, "bfloat16", "24x24", "head+value"),
     (90, "bfloat16", "128x64", "head+shared"),
     (90, "float16", "8x1", "key"),
     (90, "bfloat16", "128x128", "head+segments"),
-    (90, "bfloat16", "128x32", "key+segments"),
+    (90, "bfloat16", "64x64", "key+segments"),
 ]
 
 
@@ -44,9 +45,10 @@ EVERY_DELTA_RULE = list(
     itertools.product(KIBIBYTES, ("bfloat16", "float32"), ("128x128", "256x256", "64x512", "24x8"), DELTA_DECAYS)
 )
 FEW_DELTA_RULE = [
+    (90, "bfloat16", "128x128", "head"),
     (89, "float32", "256x256", "key"),
     (100, "bfloat16", "64x64", "key"),
-    (90, "bfloat16", "128x128", "head+segments"),
+    (90, "bfloat16", "64x64", "head+segments"),
     (90, "bfloat16", "128x128", "key+segments"),
 ]
 

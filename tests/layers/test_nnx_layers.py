@@ -436,11 +436,11 @@ def test_forward_mode_of_a_training_step(layer, x, x64):
         assert_close(tangent, (np.asarray(a) - np.asarray(b)) / (2 * step), 1e-6, f"{number}", scale=size)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64], ids=lambda each: each.__name__)
 def test_nothing_is_left_to_promotion(published, dtype, x64):
     """Under JAX's strict settings: made, a pass with gradients, a prompt and a step, packed sequences, segment ids.
 
-    bfloat16 inputs have float32 parameters, so that both meet; float64 ones have float64. Borders are int64.
+    float32 parameters, except that a float64 input has float64 ones; borders are int64 there.
     """
     cu_seqlens, steps = jnp.array([0, 3, 3, 8]), jnp.array([0, 1, 1, 2])
     ids = jnp.array([[0] * 4 + [2] * 5, [-1] * 2 + [3] * 7])
