@@ -1,10 +1,12 @@
 """Compiled kernels from one process to the next: what a file's name depends on, and files that are no use."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -213,3 +215,13 @@ def test_sources_are_those_of_all_modules_that_are_imported(monkeypatch, tmp_pat
     after = digests()
     _kernel_cache.digest_of_sources.cache_clear()
     assert [name for name in files if before[name] != after[name]] == ["a", "b"]
+
+
+def test_device_code_imports_from_modules_and_not_from_packages():
+    """Of a package, `digest_of_sources` sees the `__init__` alone: a kernel would keep its file when a module changes."""
+    root = Path(_kernel_cache.__file__).parents[2]
+    files = list(root.rglob("triton/device/*.py"))
+    assert len(files) > 20
+    for file in files:
+        for name in re.findall(r"^(?:from|import) (ejkernel[\w.]*)", file.read_text(), re.MULTILINE):
+            assert (root / name.replace(".", "/")).with_suffix(".py").is_file(), f"{file}: {name}"
