@@ -218,7 +218,7 @@ def test_sources_are_those_of_all_modules_that_are_imported(monkeypatch, tmp_pat
 
 
 def test_device_code_imports_from_modules_and_not_from_packages():
-    """Of a package, `digest_of_sources` sees the `__init__` alone: a kernel would keep its file when a module changes."""
+    """Of a package `digest_of_sources` sees `__init__` alone, so a kernel would keep its file when a module changes."""
     root = Path(_kernel_cache.__file__).parents[2]
     files = list(root.rglob("triton/device/*.py"))
     assert len(files) > 20
